@@ -1,0 +1,26 @@
+"""Fixtures that many tests share: where the measured data lies, and a fixed seed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find_shared_data() -> Path | None:
+    """The folder of measured data: `$NEREUS_DATA`, else `../shared/data` beside the repository."""
+    named = os.environ.get("NEREUS_DATA")
+    folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    return folder if folder.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of measured data; the test is skipped where it is absent."""
+    folder = find_shared_data()
+    if folder is None:
+        pytest.skip("measured data is absent: set NEREUS_DATA to the folder that holds perf/, rl/ and real/")
+    return folder
