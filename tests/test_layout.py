@@ -29,8 +29,17 @@ LEVELS = {
 }
 # The pure half of emu: all that the planner may use of it.
 PURE_EMU = {
-    "decoder", "tensor", "layout", "unit", "operations", "placement", "reshard", "topology", "graph", "schedule",
-}  # fmt: skip
+    "decoder",
+    "tensor",
+    "layout",
+    "unit",
+    "operations",
+    "placement",
+    "reshard",
+    "topology",
+    "graph",
+    "schedule",
+}
 ONLY_IN = {
     "prefect": lambda parts: parts[0] in {"flows", "tasks", "cli"},
     "ray": lambda parts: parts in (("emu", "cluster"), ("emu", "worker")) or parts == ("cli", "doctor"),
@@ -66,7 +75,9 @@ def test_imports_run_one_way(path: Path) -> None:
         if pieces[0] == "nereus" and len(pieces) > 1 and pieces[1] in LEVELS and pieces[1] != parts[0]:
             assert LEVELS[pieces[1]] < level, f"{path} imports {name}, which lies above or beside it"
             if parts[0] == "planner" and pieces[1] == "emu" and len(pieces) > 2:
-                assert pieces[2] in PURE_EMU, f"{path} imports {name}: the planner uses only the pure half of emu"
+                assert pieces[2] in PURE_EMU, (
+                    f"{path} imports {name}: the planner uses only the pure half of emu"
+                )
         allowed = ONLY_IN.get(pieces[0])
         assert allowed is None or allowed(parts), f"{path} imports {pieces[0]}"
 
@@ -74,7 +85,9 @@ def test_imports_run_one_way(path: Path) -> None:
 def loaded_by(statement: str) -> set[str]:
     """The top-level modules that a fresh interpreter holds after the statement."""
     program = f"import sys; {statement}; print(' '.join({{m.split('.')[0] for m in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return set(done.stdout.split())
 
 

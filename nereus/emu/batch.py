@@ -1,0 +1,166 @@
+"""The values that cross a stage's border between driver and workers: frozen dataclasses of tensors.
+
+Letters: b rows, s tokens of prompt plus response (right-padded), t response tokens (right-padded).
+Row i holds its prompt at [0, prompt_lens_b[i]) and its response right after it. Response-aligned tensors
+`x_bt` speak of the token at row position `prompt_lens_b[i] + t`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows of tensors and tuples that can be selected and joined; every field but `shared` ones has b
+    rows.
+    """
+
+    def select(self, index: Tensor | Sequence[int]) -> Self:
+        """The rows at `index`, in that order; padding to the widest row is kept."""
+        rows = torch.as_tensor(index, dtype=torch.long)
+        return replace(self, **{f.name: _take(getattr(self, f.name), rows) for f in fields(self)})
+
+
+def _take(value: Any, rows: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows]
+    if isinstance(value, _Rows):
+        return value.select(rows)
+    if isinstance(value, tuple):
+        return tuple(value[i] for i in rows.tolist())
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch(_Rows):
+    """Prompts to answer: int64 `tokens_bs` right-padded, `lens_b`, and `sample_ids_b` that key the
+    randomness.
+
+    Rows with `greedy_b` true are decoded by argmax whatever the temperature (ReMax baselines).
+    """
+
+    tokens_bs: Tensor
+    lens_b: Tensor
+    sample_ids_b: Tensor
+    greedy_b: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Number of prompts."""
+        return int(self.tokens_bs.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch(_Rows):
+    """Prompts with their responses: int64 `tokens_bs` right-padded with zeros, and both lengths."""
+
+    tokens_bs: Tensor
+    prompt_lens_b: Tensor
+    response_lens_b: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.tokens_bs.shape[0])
+
+    @property
+    def max_response(self) -> int:
+        """Width t of response-aligned tensors: the longest response, at least 1."""
+        return max(1, int(self.response_lens_b.max())) if self.num_rows else 1
+
+    def response_mask(self) -> Tensor:
+        """Bool [b, t]: true where a response token was produced."""
+        return torch.arange(self.max_response) < self.response_lens_b[:, None]
+
+    def trimmed(self) -> TokenBatch:
+        """The same rows without columns that every row pads."""
+        width = max(1, int((self.prompt_lens_b + self.response_lens_b).max())) if self.num_rows else 1
+        return replace(self, tokens_bs=self.tokens_bs[:, :width])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts(_Rows):
+    """Responses of the policy: the token ids are the engine's own and are never re-encoded from text.
+
+    `logprobs_bt` are the engine's log-probabilities of the tempered distribution softmax(logits /
+    temperature) before top-p, zero beyond a response; scoring and training use the same temperature.
+    `stopped_b` is false for a response that reached the length limit. `sample_ids_b` keys the row's
+    randomness. `version` is the policy's.
+    """
+
+    batch: TokenBatch
+    logprobs_bt: Tensor
+    stopped_b: Tensor
+    sample_ids_b: Tensor
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(_Rows):
+    """What a forward pass over responses gives: [b, t] float32, zero beyond a response, None if not asked."""
+
+    logprobs_bt: Tensor | None = None
+    entropy_bt: Tensor | None = None
+    values_bt: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch(_Rows):
+    """Rows to learn from. `mask_bt` is float 0/1: the produced tokens that count in the loss.
+
+    Actor training reads `old_logprobs_bt`, `advantages_bt` and, for a KL loss, `reference_logprobs_bt`;
+    critic training reads `old_values_bt` and `returns_bt`. Absent ones are None.
+    """
+
+    batch: TokenBatch
+    mask_bt: Tensor
+    old_logprobs_bt: Tensor | None = None
+    advantages_bt: Tensor | None = None
+    reference_logprobs_bt: Tensor | None = None
+    old_values_bt: Tensor | None = None
+    returns_bt: Tensor | None = None
+
+    def trimmed(self) -> TrainBatch:
+        """The same rows without columns that every row pads."""
+        batch = self.batch.trimmed()
+        width = batch.max_response
+        cut = {
+            f.name: value[:, :width]
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, batch=batch, **cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to decode. `temperature` 0 means greedy. Randomness is counter-based by (seed, stream, step, sample
+    id, position), so it does not move with the layout."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainMetrics:
+    """What one optimizer step reports, already reduced over the unit's ranks and all units.
+
+    `loss` is the global loss; `stats` holds the loss's own sums and ratios by name; `gradient_norm` is the
+    norm before clipping; `seconds` by phase (forward_backward, reduce, optimizer).
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    stats: dict[str, float]
+    seconds: dict[str, float]

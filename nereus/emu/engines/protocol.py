@@ -1,0 +1,62 @@
+"""What a worker asks of an engine: one shard of one unit of one model-stage.
+
+An engine owns its state (`ShardState`) and the process groups it was given; it holds no global state, so
+several engines of different layouts live in one process. `torch`, `vllm`, `megatron` and `deepspeed`
+implement this and run one conformance suite; the torch engine is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.arena import ShardState
+from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.loss import Loss
+
+
+class ScoreEngine(Protocol):
+    """Forward passes over given tokens."""
+
+    @property
+    def state(self) -> ShardState:
+        """The shard's arenas; the transaction layer moves state from and into them."""
+        ...
+
+    def score(
+        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+    ) -> Scores:
+        """Log-probabilities (or values, for a value head) of the response tokens; rows in order.
+
+        Collective over the unit; every rank gets the same batch and every rank returns the full result.
+        """
+        ...
+
+
+class TrainEngine(ScoreEngine, Protocol):
+    """Forward, backward and optimizer."""
+
+    def train_step(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
+    ) -> TrainMetrics:
+        """One optimizer step over this unit's rows; gradients are summed over micro-batches and over units.
+
+        Collective over all units of the model-stage. Each unit brings the same number of micro-batches.
+        """
+        ...
+
+
+class GenerateEngine(Protocol):
+    """Decoding with a KV cache."""
+
+    @property
+    def state(self) -> ShardState:
+        """The shard's weights; a weight sync writes into them between calls."""
+        ...
+
+    def generate(self, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
+        """Answer every prompt; rows in order. Collective over the unit; every rank returns the full
+        result.
+        """
+        ...

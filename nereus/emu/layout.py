@@ -1,0 +1,229 @@
+"""Layouts: which rank of a unit holds which box of which logical tensor, and where it stores it.
+
+`Layout` is (tp, pp) with explicit ranks in layout order and an explicit layer split. `shard` lists, for
+one position, the physical tensors and their pieces. A piece says: this box of the physical tensor is that
+box of the logical tensor. Fusing, replication of kv heads, vocabulary padding, ties and uneven splits exist
+only here, as the pieces a position lists; planner, executor, checkpoint and loader see pieces alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from nereus.emu.tensor import Box, Fused, ModelSpec, TensorSpec, box_shape, box_size, whole
+from nereus.errors import InvalidLayout, explain
+
+Rank = int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Coordinates of one shard inside a unit."""
+
+    pp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """(tp, pp) with explicit ranks and layers.
+
+    `ranks[pp_index * tp + tp_index]` is the rank at that position, never sorted. `layers[i]` is the number of
+    layers of pipeline stage i.
+    """
+
+    tp: int
+    pp: int
+    ranks: tuple[Rank, ...]
+    layers: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls,
+        model: ModelSpec,
+        *,
+        tp: int,
+        pp: int,
+        ranks: tuple[Rank, ...],
+        layers: tuple[int, ...] | None = None,
+    ) -> Layout:
+        """Build and check a layout; without `layers` the first stages take the remainder.
+
+        Raises InvalidLayout when the ranks, the heads or the layers do not fit.
+        """
+        if layers is None:
+            base, extra = divmod(model.num_layers, max(1, pp))
+            layers = tuple(base + (stage < extra) for stage in range(pp))
+        layout = cls(tp=tp, pp=pp, ranks=tuple(ranks), layers=tuple(layers))
+        layout.check(model)
+        return layout
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise InvalidLayout unless the model can be cut this way."""
+        values = f"tp={self.tp} pp={self.pp} ranks={list(self.ranks)} layers={list(self.layers)}"
+        if problem := self._problem(model):
+            rule, remedy = problem
+            raise InvalidLayout(explain("cannot lay out the model", values=values, rule=rule, remedy=remedy))
+
+    def _problem(self, model: ModelSpec) -> tuple[str, str] | None:
+        if self.tp < 1 or self.pp < 1:
+            return "tp and pp must be at least 1", "give positive sizes"
+        if len(self.ranks) != self.tp * self.pp or len(set(self.ranks)) != len(self.ranks):
+            return (
+                f"a unit needs tp*pp = {self.tp * self.pp} distinct ranks",
+                "give one rank for every position",
+            )
+        if len(self.layers) != self.pp or sum(self.layers) != model.num_layers or min(self.layers) < 1:
+            return (
+                f"the {model.num_layers} layers must be split over {self.pp} stages, at least one each",
+                "lower pp or give a split that adds up",
+            )
+        heads, kv = model.num_heads, model.num_kv_heads
+        if self.tp > kv and (self.tp % kv or heads % self.tp):
+            return (
+                f"with tp above the {kv} kv heads, tp must be a multiple of {kv} and divide the {heads} heads",
+                f"choose tp <= {kv}, or a multiple of {kv} that divides {heads}",
+            )
+        return None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the unit."""
+        return self.tp * self.pp
+
+    @property
+    def split(self) -> tuple[tuple[int, int], ...]:
+        """The layer interval [lo, hi) of every pipeline stage."""
+        ends = tuple(accumulate(self.layers))
+        return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+    def position(self, rank: Rank) -> Position:
+        """Where a rank sits. Raises InvalidLayout for a stranger."""
+        try:
+            pp, tp = divmod(self.ranks.index(rank), self.tp)
+        except ValueError:
+            raise InvalidLayout(
+                explain(f"rank {rank} is not in the layout", values=f"ranks={list(self.ranks)}")
+            ) from None
+        return Position(pp=pp, tp=tp)
+
+    def rank_at(self, pp: int, tp: int) -> Rank:
+        """The rank at a position."""
+        return self.ranks[pp * self.tp + tp]
+
+    def tp_group(self, pp: int) -> tuple[Rank, ...]:
+        """The ranks of one pipeline stage in tensor-parallel order."""
+        return self.ranks[pp * self.tp : (pp + 1) * self.tp]
+
+    def pp_group(self, tp: int) -> tuple[Rank, ...]:
+        """The ranks of one tensor-parallel position in pipeline order."""
+        return self.ranks[tp :: self.tp]
+
+    def with_ranks(self, ranks: tuple[Rank, ...]) -> Layout:
+        """The same cut on other ranks."""
+        return Layout(tp=self.tp, pp=self.pp, ranks=ranks, layers=self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Box `stored` of the physical tensor `physical` is box `box` of the logical tensor `logical`."""
+
+    physical: str
+    stored: Box
+    logical: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalTensor:
+    """One stored tensor of a shard. Rows that no piece covers are padding and hold zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Everything one position of a layout stores, in storage order."""
+
+    position: Position
+    tensors: tuple[PhysicalTensor, ...]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces in storage order."""
+        return tuple(piece for tensor in self.tensors for piece in tensor.pieces)
+
+
+@lru_cache(maxsize=4096)
+def shard_at(model: ModelSpec, tp: int, layers: tuple[int, ...], position: Position) -> Shard:
+    """The shard at one position of a (tp, len(layers)) layout. Independent of which rank sits there."""
+    pp = len(layers)
+    lo = sum(layers[: position.pp])
+    mine = range(lo, lo + layers[position.pp])
+    first, last = position.pp == 0, position.pp == pp - 1
+    fused_of = {part: rule for rule in model.fused for part in rule.parts}
+    tensors: list[PhysicalTensor] = []
+    seen: set[str] = set()
+    for spec in model.tensors:
+        here = (
+            spec.place in mine if isinstance(spec.place, int) else (first if spec.place == "first" else last)
+        )
+        tied_here = spec.also == "last" and last and not here
+        if not (here or tied_here):
+            continue
+        rule = fused_of.get(spec.name)
+        if rule is None:
+            tensors.append(_plain(spec, tp, position.tp))
+        elif rule.name not in seen:
+            seen.add(rule.name)
+            parts = [model.by_name[name] for name in rule.parts]
+            tensors.append(_fused(rule, parts, tp, position.tp, model.num_kv_heads))
+    return Shard(position=position, tensors=tuple(tensors))
+
+
+def shard(model: ModelSpec, layout: Layout, rank: Rank) -> Shard:
+    """The shard that `rank` stores under `layout`."""
+    return shard_at(model, layout.tp, layout.layers, layout.position(rank))
+
+
+def _plain(spec: TensorSpec, tp: int, position: int) -> PhysicalTensor:
+    box = spec.cut.box(spec.shape, tp, position)
+    stored = whole(box_shape(box))
+    pieces = (Piece(physical=spec.name, stored=stored, logical=spec.name, box=box),) if box_size(box) else ()
+    return PhysicalTensor(
+        name=spec.name, shape=spec.cut.stored_shape(spec.shape, tp, position), pieces=pieces
+    )
+
+
+def _fused(rule: Fused, parts: list[TensorSpec], tp: int, position: int, num_kv_heads: int) -> PhysicalTensor:
+    boxes = [part.cut.box(part.shape, tp, position) for part in parts]
+    rows = [hi - lo for (lo, hi), *_ in boxes]
+    rest = box_shape(boxes[0])[1:]
+    blocks = 1 if rule.order == "blocks" else _groups(tp, num_kv_heads, position)
+    pieces: list[Piece] = []
+    at = 0
+    for block in range(blocks):
+        for part, box, num_rows in zip(parts, boxes, rows, strict=True):
+            height = num_rows // blocks
+            lo = box[0][0] + block * height
+            if height and box_size(box):
+                stored = ((at, at + height), *whole(rest))
+                pieces.append(
+                    Piece(
+                        physical=rule.name,
+                        stored=stored,
+                        logical=part.name,
+                        box=((lo, lo + height), *box[1:]),
+                    )
+                )
+            at += height
+    return PhysicalTensor(name=rule.name, shape=(at, *rest), pieces=tuple(pieces))
+
+
+def _groups(tp: int, num_kv_heads: int, position: int) -> int:
+    """Number of kv groups that a position holds, for the per-group order."""
+    return 1 if tp > num_kv_heads else num_kv_heads // tp + (position < num_kv_heads % tp)
