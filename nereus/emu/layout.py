@@ -83,7 +83,7 @@ class Layout:
         heads, kv = model.num_heads, model.num_kv_heads
         if self.tp > kv and (self.tp % kv or heads % self.tp):
             return (
-                f"with tp above the {kv} kv heads, tp must be a multiple of {kv} and divide the {heads} heads",
+                f"with tp above the {kv} kv heads, tp must be a multiple of {kv} and divide {heads} heads",
                 f"choose tp <= {kv}, or a multiple of {kv} that divides {heads}",
             )
         return None
