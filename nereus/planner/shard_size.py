@@ -1,0 +1,64 @@
+"""How much of a decoder one rank of a (tp, pp) layout holds: heads, weights, keys and values."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nereus.emu.decoder import DecoderConfig
+
+Floats = NDArray[np.float64]
+
+
+def heads_per_rank(shape: DecoderConfig, tp: ArrayLike) -> tuple[Floats, Floats]:
+    """(query heads, kv heads) on the fullest rank; kv heads are replicated when tp exceeds them."""
+    ranks = np.asarray(tp, dtype=np.float64)
+    kv = np.ceil(shape.num_kv_heads / ranks)
+    group = shape.num_heads / shape.num_kv_heads
+    query = np.where(ranks > shape.num_kv_heads, np.ceil(shape.num_heads / ranks), kv * group)
+    return np.asarray(query), np.asarray(kv)
+
+
+def layer_parameters(shape: DecoderConfig, tp: ArrayLike) -> Floats:
+    """Weights of one layer on the fullest rank."""
+    query, kv = heads_per_rank(shape, tp)
+    h, d, f = (
+        shape.hidden_size,
+        shape.head_dim,
+        np.ceil(shape.intermediate_size / np.asarray(tp, dtype=np.float64)),
+    )
+    bias = d * (query + 2 * kv) if shape.qkv_bias else 0.0
+    return np.asarray(
+        h * d * (2 * query + 2 * kv) + bias + 3 * h * f + 2 * h + (2 * d if shape.qk_norm else 0)
+    )
+
+
+def vocabulary_parameters(shape: DecoderConfig, tp: ArrayLike) -> Floats:
+    """Weights of the embedding (or of an untied head) on one rank."""
+    return np.asarray(shape.hidden_size * np.ceil(shape.vocab_size / np.asarray(tp, dtype=np.float64)))
+
+
+def rank_parameters(shape: DecoderConfig, tp: ArrayLike, pp: ArrayLike) -> Floats:
+    """Weights on the fullest rank of an even split.
+
+    The last stage takes the fewest layers and the head, the first the most layers and the embedding.
+    """
+    stages = np.asarray(pp, dtype=np.float64)
+    layer, vocabulary = layer_parameters(shape, tp), vocabulary_parameters(shape, tp)
+    most, least = np.ceil(shape.num_layers / stages), np.floor(shape.num_layers / stages)
+    head = vocabulary if shape.head == "lm" else np.zeros_like(vocabulary)
+    own_head = np.zeros_like(head) if shape.tied and shape.head == "lm" else head
+    alone = shape.num_layers * layer + vocabulary + own_head
+    several = np.maximum(most * layer + vocabulary, least * layer + head)
+    return np.asarray(np.where(stages == 1, alone, several) + shape.hidden_size)
+
+
+def total_parameters(shape: DecoderConfig) -> float:
+    """Weights of the whole decoder, without replication."""
+    return float(rank_parameters(shape, 1, 1))
+
+
+def kv_bytes_per_token(shape: DecoderConfig, tp: ArrayLike, pp: ArrayLike, element_bytes: int = 2) -> Floats:
+    """Bytes of keys and values of one token on the fullest rank."""
+    _, kv = heads_per_rank(shape, tp)
+    return np.asarray(2 * element_bytes * kv * shape.head_dim * np.ceil(shape.num_layers / np.asarray(pp)))

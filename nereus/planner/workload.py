@@ -1,0 +1,222 @@
+"""What one training step has to do: the algorithm, the models, the batch and the lengths of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+from nereus.emu.decoder import DecoderConfig
+from nereus.errors import ConfigError, explain
+from nereus.planner.lengths import LengthDistribution
+
+
+class Algorithm(StrEnum):
+    """How advantages are made; it decides which models take part."""
+
+    PPO = "ppo"
+    GRPO = "grpo"
+    REMAX = "remax"
+
+
+class Schedule(StrEnum):
+    """How generation and training overlap in time."""
+
+    SYNC = "sync"
+    ONE_STEP_OFF = "one-step-off"
+    ASYNC = "async"
+
+
+class Recompute(StrEnum):
+    """Which activations the backward pass computes again instead of keeping."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Model(StrEnum):
+    """The four models of an RL job."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+class Stage(StrEnum):
+    """The three stages of a step, in the order in which a synchronous step runs them."""
+
+    GENERATION = "generation"
+    INFERENCE = "inference"
+    TRAINING = "training"
+
+
+class ModelStage(StrEnum):
+    """One model in one stage: what a plan gives a layout to."""
+
+    ACTOR_GENERATION = "actor.generation"
+    CRITIC_INFERENCE = "critic.inference"
+    REFERENCE_INFERENCE = "reference.inference"
+    REWARD_INFERENCE = "reward.inference"
+    ACTOR_TRAINING = "actor.training"
+    CRITIC_TRAINING = "critic.training"
+
+    @property
+    def model(self) -> Model:
+        """The model's name, the part before the dot."""
+        return Model(self.value.split(".")[0])
+
+    @property
+    def stage(self) -> Stage:
+        """The stage's name, the part after the dot."""
+        return Stage(self.value.split(".")[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
+    """The shape of each model; None where the job has no such model (a rule gives the reward, no KL term).
+
+    A critic or reward model has a scalar head: `shape.with_head("value")`.
+    """
+
+    actor: DecoderConfig
+    critic: DecoderConfig | None = None
+    reference: DecoderConfig | None = None
+    reward: DecoderConfig | None = None
+
+    @classmethod
+    def same(cls, shape: DecoderConfig, algorithm: Algorithm, *, reward: bool = True) -> Self:
+        """Every model that the algorithm uses has this shape; `reward` False: a rule gives the reward."""
+        scalar = shape.with_head("value")
+        return cls(
+            actor=shape,
+            critic=scalar if algorithm is Algorithm.PPO else None,
+            reference=shape,
+            reward=scalar if reward else None,
+        )
+
+    def of(self, model: Model) -> DecoderConfig | None:
+        """The shape of one model."""
+        return {
+            Model.ACTOR: self.actor,
+            Model.CRITIC: self.critic,
+            Model.REFERENCE: self.reference,
+            Model.REWARD: self.reward,
+        }[model]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One step's work. All sizes are of the whole job, `micro_batch` and `max_resident` are of one unit.
+
+    `grad_bytes` is the size of one gradient element (2 or 4); `num_mini_batches` is the number of
+    optimizer steps an epoch is cut into; `max_resident` caps how many sequences a generation unit holds
+    at once (None: all of its share), which is the knob that trades KV memory for time;
+    `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch).
+    """
+
+    algorithm: Algorithm
+    models: ModelShapes
+    num_prompts: int
+    num_samples: int = 1
+    prompt_tokens: int
+    response: LengthDistribution
+    dtype: str = "bfloat16"
+    schedule: Schedule = Schedule.SYNC
+    recompute: Recompute = Recompute.FULL
+    micro_batch: int = 1
+    max_resident: int | None = None
+    num_epochs: int = 1
+    num_mini_batches: int = 1
+    grad_bytes: int = 4
+    old_logprobs: bool = True
+    logits_chunk_tokens: int | None = 2048
+
+    def __post_init__(self) -> None:
+        positive = {
+            "num_prompts": self.num_prompts,
+            "num_samples": self.num_samples,
+            "prompt_tokens": self.prompt_tokens,
+            "micro_batch": self.micro_batch,
+            "num_epochs": self.num_epochs,
+            "num_mini_batches": self.num_mini_batches,
+            "max_resident": 1 if self.max_resident is None else self.max_resident,
+            "logits_chunk_tokens": 1 if self.logits_chunk_tokens is None else self.logits_chunk_tokens,
+        }
+        wrong = [f"{name} {value}" for name, value in positive.items() if value < 1]
+        if wrong:
+            raise ConfigError(
+                explain("cannot build a workload", values=", ".join(wrong), rule="must be >= 1")
+            )
+        if self.algorithm is Algorithm.PPO and self.models.critic is None:
+            raise ConfigError(explain("cannot build a workload", rule="PPO needs a critic's shape"))
+        if self.dtype not in _DTYPE_BYTES:
+            raise ConfigError(
+                explain("cannot build a workload", values=self.dtype, rule=f"one of {[*_DTYPE_BYTES]}")
+            )
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight or activation element."""
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are scored and trained on in one step."""
+        return self.num_prompts * self.num_samples
+
+    @property
+    def num_generated(self) -> int:
+        """Sequences generated in one step; ReMax adds a greedy baseline for every prompt."""
+        extra = 1 if self.algorithm is Algorithm.REMAX else 0
+        return self.num_prompts * (self.num_samples + extra)
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Mean length of prompt and response together."""
+        return self.prompt_tokens + self.response.mean
+
+    @property
+    def max_sequence_tokens(self) -> float:
+        """Longest prompt and response together."""
+        return self.prompt_tokens + self.response.maximum
+
+    @property
+    def model_stages(self) -> tuple[ModelStage, ...]:
+        """The model-stages that take part, in stage order."""
+        critic = self.algorithm is Algorithm.PPO
+        return tuple(
+            stage
+            for stage in ModelStage
+            if self.models.of(stage.model) is not None and (critic or stage.model is not Model.CRITIC)
+        )
+
+    def shape(self, model_stage: ModelStage) -> DecoderConfig:
+        """The decoder of a model-stage; raises ConfigError where the job has none."""
+        shape = self.models.of(model_stage.model)
+        if shape is None:
+            raise ConfigError(explain(f"no shape for {model_stage}", rule="this job does not use that model"))
+        return shape
+
+    def with_options(
+        self,
+        *,
+        micro_batch: int | None = None,
+        recompute: Recompute | None = None,
+        max_resident: int | None = None,
+    ) -> Workload:
+        """The same work with another micro-batch, recompute choice or residency; None keeps it."""
+        return replace(
+            self,
+            micro_batch=self.micro_batch if micro_batch is None else micro_batch,
+            recompute=self.recompute if recompute is None else recompute,
+            max_resident=self.max_resident if max_resident is None else max_resident,
+        )
+
+    def with_response(self, response: LengthDistribution) -> Workload:
+        """The same work with other response lengths."""
+        return replace(self, response=response)
+
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
