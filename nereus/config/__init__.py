@@ -1,0 +1,52 @@
+"""The configuration: one frozen tree, unknown keys refused, built once at the edge.
+
+`CampaignConfig` is the whole; each component receives its own part. Defaults live on the fields and nowhere
+else. The tree renders as a form in the Prefect UI, so every field has a title-worthy name and a description,
+closed sets are enums, and alternatives are unions told apart by `kind`. `nereus.config.load` builds it from a
+file.
+"""
+
+from nereus.config.algorithm import (
+    Aggregation,
+    GrpoConfig,
+    KlConfig,
+    KlEstimator,
+    PpoConfig,
+    RemaxConfig,
+)
+from nereus.config.campaign import CampaignConfig, CheckpointConfig, Tracking
+from nereus.config.environment import environment_folder
+from nereus.config.models import ModelsConfig, Precision
+from nereus.config.plan import ClusterConfig, PlanConfig, StagePlan
+from nereus.config.prompts import FileData, LongPrompts, PromptsConfig, PythonData, ReasoningGymData
+from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
+from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
+
+__all__ = [
+    "Aggregation",
+    "BatchConfig",
+    "CampaignConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "FileData",
+    "GrpoConfig",
+    "KlConfig",
+    "KlEstimator",
+    "LongPrompts",
+    "ModelReward",
+    "ModelsConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "PpoConfig",
+    "Precision",
+    "PromptsConfig",
+    "PythonData",
+    "PythonReward",
+    "ReasoningGymData",
+    "ReasoningGymReward",
+    "RemaxConfig",
+    "SamplingConfig",
+    "StagePlan",
+    "Tracking",
+    "environment_folder",
+]

@@ -1,0 +1,100 @@
+"""The parallelism of every model-stage, and the cluster it runs on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from nereus.config.frozen import Frozen
+
+
+class StagePlan(Frozen):
+    """Layout, number of units and GPUs of one model-stage."""
+
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel size."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages."""
+    dp: int = Field(default=1, ge=1)
+    """Number of units (data-parallel replicas)."""
+    gpus: tuple[int, ...] | None = None
+    """The GPUs, unit after unit in layout order; by default the first tp*pp*dp of the cluster."""
+    layers: tuple[int, ...] | None = None
+    """Layers of every pipeline stage; by default as even as possible."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the model-stage occupies."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        """The GPUs, unit after unit in layout order."""
+        return tuple(range(self.num_gpus)) if self.gpus is None else self.gpus
+
+    @property
+    def text(self) -> str:
+        """E.g. `tp2 pp1 dp2`."""
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+    @model_validator(mode="after")
+    def _sizes(self) -> StagePlan:
+        if self.gpus is not None and (
+            len(self.gpus) != self.num_gpus or len(set(self.gpus)) != len(self.gpus)
+        ):
+            raise ValueError(
+                f"gpus={list(self.gpus)} but tp*pp*dp = {self.num_gpus}; "
+                "give that many distinct GPUs, or leave gpus out"
+            )
+        if self.layers is not None and len(self.layers) != self.pp:
+            raise ValueError(
+                f"layers={list(self.layers)} but pp = {self.pp}; give one number for every stage"
+            )
+        return self
+
+
+class PlanConfig(Frozen):
+    """The parallelism of every model-stage. Inference stages default to what the same model trains with."""
+
+    actor_training: StagePlan = StagePlan()
+    """Actor, training."""
+    actor_generation: StagePlan | None = None
+    """Actor, generation; as training when absent."""
+    critic_training: StagePlan | None = None
+    """Critic, training and inference; as the actor's training when absent."""
+    reference_inference: StagePlan | None = None
+    """Reference policy; as the actor's training when absent."""
+    reward_inference: StagePlan | None = None
+    """Reward model; as the actor's training when absent."""
+
+    def stage(self, name: str) -> StagePlan:
+        """The plan of a model-stage such as `actor.generation`, defaults resolved."""
+        chosen = {
+            "actor.training": self.actor_training,
+            "actor.generation": self.actor_generation,
+            "critic.training": self.critic_training,
+            "critic.inference": self.critic_training,
+            "reference.inference": self.reference_inference,
+            "reward.inference": self.reward_inference,
+        }[name]
+        return chosen or self.actor_training
+
+
+class ClusterConfig(Frozen):
+    """The Ray cluster and its GPUs."""
+
+    address: str = "local"
+    """`local` starts a private Ray on this machine; else the address of a running cluster, e.g.
+    `host:6379`.
+    """
+    gpus: int = Field(default=1, ge=1)
+    """Number of GPUs (workers) that the campaign uses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`cpu` makes the GPUs logical: worker processes on cores, with gloo. `auto` takes cuda where there is
+    one.
+    """
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for a peer inside a collective, seconds."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of one worker."""
