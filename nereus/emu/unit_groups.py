@@ -13,7 +13,8 @@ from nereus.emu.layout import Layout, Position, Rank
 
 @dataclass(frozen=True, kw_only=True)
 class UnitGroups:
-    """Groups in layout order (never sorted ranks). Ranks are those of the generation's default world.
+    """Groups in layout order (never sorted ranks). Ranks are worker ids, as in every layout; in a group's
+    operations give group ranks (`group_dst`), or map ids with `Generation.world_rank`.
 
     `tp`: the stage's tensor-parallel ranks. `pp`: this position's pipeline. `kv`: the tensor-parallel ranks
     that hold the same kv head (tp > kv heads). `tie`: first and last stage at this tp position (tied

@@ -1,0 +1,209 @@
+"""Process groups by generation: a fresh default world over the live workers, and unit groups in layout order.
+
+    membership changes ──▶ every live worker leaves generation n and joins n+1 (a fresh store prefix)
+                       ──▶ all call `unit_groups` for every model-stage in the same order
+
+Ranks in layouts are worker ids and need not be contiguous, since workers come and go. A generation maps a
+worker id to its rank in the default world: its place in the ascending tuple of the generation's workers.
+A unit's groups keep the layout's order, which is often not ascending. Groups are cached by their ranks inside
+a generation and vanish with it; a new generation's prefix keeps its names apart from all earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import Store as Client
+
+from nereus.emu.layout import Layout, Rank
+from nereus.emu.store import StoreAddress, connect, meet
+from nereus.emu.tensor import ModelSpec
+from nereus.emu.unit_groups import UnitGroups
+from nereus.errors import InvalidLayout, TransportError, explain
+
+Backend = Literal["gloo", "nccl"]
+
+
+def backend_for(device: torch.device | str) -> Backend:
+    """The communication library of a device: NCCL (or RCCL, its name is the same) on GPUs, gloo on CPUs."""
+    return "nccl" if torch.device(device).type == "cuda" else "gloo"
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One default world in this process. Make it with `join`; it is valid until `leave`."""
+
+    number: int
+    worker: Rank
+    workers: tuple[Rank, ...]
+    timeout_s: float
+    _store: Client
+    _cache: dict[tuple[Rank, ...], ProcessGroup | None] = field(default_factory=dict)
+
+    @classmethod
+    def join(
+        cls,
+        address: StoreAddress,
+        *,
+        number: int,
+        worker: Rank,
+        workers: Sequence[Rank],
+        backend: Backend = "gloo",
+        device: torch.device | None = None,
+        timeout_s: float = 30.0,
+    ) -> Generation:
+        """Enter generation `number` together with all `workers`; collective over them.
+
+        `timeout_s` bounds the meeting, the start of the world, and every collective of its groups. Raises
+        TransportError that names the absent workers; this process is then in no world.
+        """
+        everyone = tuple(sorted(workers))
+        if worker not in everyone or len(set(everyone)) != len(everyone):
+            raise InvalidLayout(
+                explain(
+                    f"worker {worker} cannot join generation {number}",
+                    values=f"workers={list(everyone)}",
+                    rule="a generation lists each of its workers once, this one among them",
+                )
+            )
+        store = PrefixStore(f"generation/{number}", connect(address, timeout_s=timeout_s))
+        meet(store, "join", me=worker, workers=everyone, timeout_s=timeout_s)
+        try:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("world", store),
+                rank=everyone.index(worker),
+                world_size=len(everyone),
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if backend == "nccl" else None,
+            )
+        except RuntimeError as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise TransportError(
+                explain(
+                    f"worker {worker} could not start generation {number}",
+                    values=f"workers={list(everyone)}: {str(error).splitlines()[0]}",
+                    rule="all must connect to one another",
+                    remedy="join a new generation without the workers that died",
+                )
+            ) from error
+        return cls(number=number, worker=worker, workers=everyone, timeout_s=timeout_s, _store=store)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the default world."""
+        return self.world_rank(self.worker)
+
+    def world_rank(self, worker: Rank) -> int:
+        """A worker's rank in the default world. Raises InvalidLayout for a worker of another generation."""
+        try:
+            return self.workers.index(worker)
+        except ValueError:
+            raise InvalidLayout(
+                explain(
+                    f"worker {worker} is not in generation {self.number}",
+                    values=f"workers={list(self.workers)}",
+                    rule="groups hold workers of their own generation",
+                    remedy="join a new generation that includes it",
+                )
+            ) from None
+
+    def group(self, workers: tuple[Rank, ...]) -> ProcessGroup | None:
+        """The group of these workers in the given order; None if there is one only, or for outsiders.
+
+        Collective over the whole generation: every worker asks for the same groups in the same order.
+        """
+        if len(workers) < 2:
+            return None
+        if workers not in self._cache:
+            made = dist.new_group(
+                [self.world_rank(worker) for worker in workers],
+                timeout=timedelta(seconds=self.timeout_s),
+                sort_ranks=False,
+            )
+            # new_group gives outsiders a sentinel that is no group.
+            self._cache[workers] = made if isinstance(made, ProcessGroup) else None
+        return self._cache[workers]
+
+    def unit_groups(self, units: Sequence[Layout], *, model: ModelSpec) -> UnitGroups | None:
+        """This worker's groups in the units of one model-stage; None when it holds no part of it.
+
+        Collective over the generation, like `group`. The units have one shape (tp, pp, layers), since data
+        parallelism joins equal positions. Raises InvalidLayout otherwise.
+        """
+        if len({(unit.tp, unit.pp, unit.layers) for unit in units}) > 1:
+            raise InvalidLayout(
+                explain(
+                    "cannot build the groups of a model-stage",
+                    values=f"units={[(unit.tp, unit.pp, unit.layers) for unit in units]}",
+                    rule="its units must have one shape",
+                    remedy="build them after the transition, when all units have the new layout",
+                )
+            )
+        mine: UnitGroups | None = None
+        for unit in units:
+            groups = self._groups_of(unit, units, model)
+            mine = groups or mine
+        return mine
+
+    def _groups_of(self, unit: Layout, units: Sequence[Layout], model: ModelSpec) -> UnitGroups | None:
+        """Every group of one unit, made in one order on all workers; the view of this worker if it is in."""
+        member = self.worker in unit.ranks
+        at = unit.position(self.worker) if member else None
+        whole = self.group(unit.ranks)
+        tp = [self.group(unit.tp_group(stage)) for stage in range(unit.pp)]
+        pp = [self.group(unit.pp_group(position)) for position in range(unit.tp)]
+        kv = {ranks: self.group(ranks) for ranks in kv_groups(unit, model.num_kv_heads)}
+        tie = [self.group(ranks) for ranks in tie_groups(unit, model)]
+        dp = [self.group(tuple(other.ranks[i] for other in units)) for i in range(unit.world_size)]
+        if at is None:
+            return None
+        on_ends = at.pp in (0, unit.pp - 1)
+        return UnitGroups(
+            layout=unit,
+            rank=self.worker,
+            unit=whole,
+            tp=tp[at.pp],
+            pp=pp[at.tp],
+            kv=next((group for ranks, group in kv.items() if self.worker in ranks), None),
+            tie=tie[at.tp] if tie and on_ends else None,
+            dp=dp[unit.ranks.index(self.worker)],
+            dp_size=len(units),
+        )
+
+    def leave(self, *, broken: bool = False) -> None:
+        """Destroy every group of this generation and its world; the process may then join another.
+
+        After an error in a collective leave at once with `broken`: hanging operations are aborted, and closed
+        connections tell the peers that are not joined to the dead one directly, which would wait otherwise.
+        """
+        if broken:
+            world = dist.distributed_c10d.GroupMember.WORLD
+            if world is not None:
+                world.abort()
+        self._cache.clear()
+        dist.destroy_process_group()
+
+
+def kv_groups(unit: Layout, num_kv_heads: int) -> list[tuple[Rank, ...]]:
+    """The ranks that hold the same kv head, by stage and head; none where tp <= num_kv_heads."""
+    copies = unit.tp // num_kv_heads
+    if copies < 2:
+        return []
+    stages = [unit.tp_group(stage) for stage in range(unit.pp)]
+    return [ranks[lo : lo + copies] for ranks in stages for lo in range(0, unit.tp, copies)]
+
+
+def tie_groups(unit: Layout, model: ModelSpec) -> list[tuple[Rank, ...]]:
+    """First and last stage at each tp position; none without a tied tensor or with one stage only."""
+    if unit.pp < 2 or not any(spec.also == "last" for spec in model.tensors):
+        return []
+    return [(unit.rank_at(0, position), unit.rank_at(unit.pp - 1, position)) for position in range(unit.tp)]

@@ -1,0 +1,104 @@
+"""The key-value store that outlives workers: owned by the driver, joined by every worker as a client.
+
+    driver: Store() ──listens──▶ address ──▶ worker: connect(address) ──▶ groups, votes, decisions
+
+No worker hosts it, so no worker's death takes it along. It binds the given host only.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]  # TCPStore is public but not in __all__
+    DistNetworkError,
+    DistStoreError,
+    TCPStore,
+)
+from torch.distributed.distributed_c10d import Store as Client
+
+from nereus.emu.layout import Rank
+from nereus.errors import TransportError, explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where a store listens."""
+
+    host: str
+    port: int
+
+
+class Store:
+    """The server and the driver's own client of it. `host` is the address that workers can reach."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30.0) -> None:
+        listener = socket.create_server((host, port), backlog=1024)
+        self.address = StoreAddress(host=host, port=listener.getsockname()[1])
+        self.client: Client = TCPStore(
+            host,
+            self.address.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),  # the server owns the descriptor from here on
+        )
+
+    def close(self) -> None:
+        """Stop listening. Workers that still wait get an error."""
+        del self.client
+
+
+def connect(address: StoreAddress, *, timeout_s: float) -> Client:
+    """A client of the store. Raises TransportError when it does not answer within `timeout_s`."""
+    try:
+        client: Client = TCPStore(
+            address.host,
+            address.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return client
+    except (DistNetworkError, DistStoreError) as error:
+        raise TransportError(
+            explain(
+                f"cannot reach the store at {address.host}:{address.port}",
+                values=str(error).splitlines()[0],
+                rule=f"it must answer within {timeout_s} s",
+                remedy="check that the driver is alive and its host is reachable from this node",
+            )
+        ) from error
+
+
+def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeout_s: float) -> None:
+    """Return once every one of `workers` has come to `place`; each place serves one meeting.
+
+    Raises TransportError that names those who did not come in time.
+    """
+    everyone = tuple(workers)
+    store.set(f"{place}/{me}", "")
+    end = time.monotonic() + timeout_s
+    try:
+        store.wait([f"{place}/{worker}" for worker in everyone], timedelta(seconds=max(0.001, timeout_s)))
+    except (DistStoreError, DistNetworkError) as error:
+        absent = absentees(store, place, everyone)
+        raise TransportError(
+            explain(
+                f"worker {me} waited at {place} for {list(everyone)}",
+                values=f"absent: {absent}" if absent else str(error).splitlines()[0],
+                rule=f"all must come within {timeout_s} s (late by {max(0.0, time.monotonic() - end):.1f} s)",
+                remedy="make a new generation without the absent workers",
+            )
+        ) from error
+
+
+def absentees(store: Client, place: str, workers: Iterable[Rank]) -> list[Rank]:
+    """Those who have not come to `place`; empty when the store itself is gone."""
+    try:
+        return [worker for worker in workers if not store.check([f"{place}/{worker}"])]
+    except (DistStoreError, DistNetworkError):
+        return []
