@@ -1,0 +1,196 @@
+"""One rank's part of a reshard plan: what the executor reads, and nothing else.
+
+```
+RankPlan ── chunks ──▶ Chunk ── copies   (old storage -> new storage on this rank)
+                            └── rounds ─▶ Round ── sends    ─▶ Message(peer): direct + packed transfers
+                                               └── receives ─▶ Message(peer): the same, in the same order
+```
+In `shadow` mode there is one chunk. In `bounded` mode there is one chunk a place (first, layer 0, ..., last):
+the executor allocates `Chunk.allocates`, runs the chunk, then frees `Chunk.frees`.
+
+What both ends may rely on:
+- `Round.number` is global. A message of round n is sent and received in round n; a rank takes its rounds in
+  rising order and skips the numbers it has no part in, so no order of ranks can deadlock.
+- A relay sends in a later round of the same chunk what it received in an earlier one, from its *new* storage.
+- Copies may run at any time inside their chunk: no message reads what a copy writes, except a relay's send,
+  and a relay received that region from a peer.
+- The n-th `direct` transfer of a message and the order of `packed` are equal at both ends. Each direct
+  transfer is one operation; all packed transfers of a message are one operation on one buffer, widest wire
+  dtype first, so that every part of it is aligned.
+- At most `operation_cap` operations a rank and round, sends and receives together.
+- The destination starts as zeros: rows that no region covers are padding and must hold zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nereus.emu.kinds import DTYPE_BYTES, Kind, KindMove
+from nereus.emu.layout import Rank
+from nereus.emu.tensor import Box, box_size
+from nereus.emu.unit import Unit
+
+Mode = Literal["shadow", "bounded"]
+Side = Literal["old", "new"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A box of a logical tensor and where this end stores it.
+
+    `side` says in which of the rank's two shards `physical` lies. `contiguous` tells whether `stored` is one
+    run of memory there.
+    """
+
+    logical: str
+    box: Box
+    side: Side
+    physical: str
+    stored: Box
+    contiguous: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the region."""
+        return box_size(self.box)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One region of one kind, as one end of a message sees it."""
+
+    region: Region
+    move: KindMove
+
+    @property
+    def kind(self) -> Kind:
+        """The kind (name and stored dtype) of the arena that this end reads or writes."""
+        return self.move.source if self.region.side == "old" else self.move.target
+
+    @property
+    def casts(self) -> bool:
+        """Whether this end converts between its stored dtype and the wire's."""
+        return self.kind.dtype != self.move.wire_dtype
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether this end can hand its live storage to the transport."""
+        return self.region.contiguous and not self.casts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.region.num_elements * DTYPE_BYTES[self.move.wire_dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Everything that goes to, or comes from, one peer in one round."""
+
+    peer: Rank
+    direct: tuple[Transfer, ...]
+    packed: tuple[Transfer, ...]
+
+    @property
+    def num_operations(self) -> int:
+        """Point-to-point operations the message costs."""
+        return len(self.direct) + bool(self.packed)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of the packed buffer."""
+        return sum(transfer.num_bytes for transfer in self.packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.packed_bytes + sum(transfer.num_bytes for transfer in self.direct)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes this end stages: the packed buffer, and direct transfers it cannot give from live storage."""
+        return self.packed_bytes + sum(t.num_bytes for t in self.direct if not t.zero_copy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One group call: all its sends and receives are in flight together."""
+
+    number: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+    @property
+    def num_operations(self) -> int:
+        """Point-to-point operations of the group call."""
+        return sum(message.num_operations for message in (*self.sends, *self.receives))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging that the group call holds."""
+        return sum(message.staging_bytes for message in (*self.sends, *self.receives))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCopy:
+    """A region that this rank already holds: `source` on the old side, `target` on the new side."""
+
+    source: Region
+    target: Region
+    move: KindMove
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A part of the transfer after which the old storage it read may be freed (bounded mode).
+
+    `allocates` and `frees` name physical tensors of the new and the old shard.
+    """
+
+    allocates: tuple[str, ...]
+    copies: tuple[LocalCopy, ...]
+    rounds: tuple[Round, ...]
+    frees: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank does.
+
+    `digest` is that of the whole plan and must be equal on all ranks before a byte moves. `old` and `new` are
+    the units whose shards this rank holds before and after, None where it holds none.
+    """
+
+    rank: Rank
+    digest: str
+    mode: Mode
+    old: Unit | None
+    new: Unit | None
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """All rounds in order."""
+        return tuple(turn for chunk in self.chunks for turn in chunk.rounds)
+
+    @property
+    def copies(self) -> tuple[LocalCopy, ...]:
+        """All local copies in order."""
+        return tuple(copy for chunk in self.chunks for copy in chunk.copies)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank sends, relays included."""
+        return sum(message.num_bytes for turn in self.rounds for message in turn.sends)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes this rank receives."""
+        return sum(message.num_bytes for turn in self.rounds for message in turn.receives)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Most staging held at once when two successive rounds overlap (double buffering)."""
+        sizes = [turn.staging_bytes for turn in self.rounds]
+        return max((a + b for a, b in zip([0, *sizes], [*sizes, 0], strict=True)), default=0)
