@@ -99,7 +99,8 @@ class CampaignConfig(Frozen):
             if outside := [gpu for gpu in plan.gpu_ids if not 0 <= gpu < self.cluster.gpus]:
                 raise ValueError(
                     f"{name} ({plan.text}) uses GPUs {outside}, but the cluster has GPUs "
-                    f"0..{self.cluster.gpus - 1}; raise cluster.gpus to at least {max(outside) + 1} or make the plan smaller"
+                    f"0..{self.cluster.gpus - 1}; raise cluster.gpus to at least {max(outside) + 1} "
+                    "or make the plan smaller"
                 )
         return self
 
