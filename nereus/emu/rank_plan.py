@@ -158,11 +158,14 @@ class Chunk:
 class RankPlan:
     """What one rank does.
 
-    `digest` is that of the whole plan and must be equal on all ranks before a byte moves. `old` and `new` are
-    the units whose shards this rank holds before and after, None where it holds none.
+    `ranks` are all that send or receive in the whole plan, ascending: the executor opens one channel over
+    them, and a rank outside it has local work at most. `digest` is that of the whole plan and must be equal
+    on all ranks before a byte moves. `old` and `new` are the units whose shards this rank holds before and
+    after, None where it holds none.
     """
 
     rank: Rank
+    ranks: tuple[Rank, ...]
     digest: str
     mode: Mode
     old: Unit | None
