@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from nereus.config import FileData, LongPrompts, PromptsConfig, PythonData
 from nereus.data.files import Record, read_records
-from nereus.data.function import generate_records
+from nereus.data.generated import generate_records
 from nereus.data.gym import gym_records
 from nereus.data.order import PromptOrder
 from nereus.data.prompt import Prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -84,5 +85,6 @@ def _module_of_file(path: Path) -> object:
     assert spec is not None, f"no loader for {path}"
     assert spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there while it is still being run
     spec.loader.exec_module(module)
     return module
