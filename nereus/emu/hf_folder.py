@@ -167,13 +167,16 @@ def write_hf_folder(
     fresh = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    _write_weights(source, config, kind, fresh, max_shard_bytes)
-    write_text(fresh / "config.json", json.dumps(config.to_hf(), indent=2) + "\n")
-    for name in TOKENIZER_FILES if origin is not None else ():
-        if (path := Path(str(origin)) / name).is_file():
-            shutil.copyfile(path, fresh / name)
-    sync_folder(fresh)
-    _replace(fresh, target)
+    try:
+        _write_weights(source, config, kind, fresh, max_shard_bytes)
+        write_text(fresh / "config.json", json.dumps(config.to_hf(), indent=2) + "\n")
+        for name in TOKENIZER_FILES if origin is not None else ():
+            if (path := Path(str(origin)) / name).is_file():
+                shutil.copyfile(path, fresh / name)
+        sync_folder(fresh)
+        _replace(fresh, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)  # present only after a failure
 
 
 def _write_weights(

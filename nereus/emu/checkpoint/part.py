@@ -1,0 +1,77 @@
+"""A rank's part of a checkpoint: one safetensors file with the boxes that this rank owns, of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nereus.emu.arena import ShardState
+from nereus.emu.checkpoint.ownership import owned_pieces
+from nereus.emu.layout import Layout, Piece, Rank
+from nereus.emu.tensor import Box, ModelSpec, box_shape
+from nereus.emu.tensor_writer import FileSum, Outgoing, write_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One stored box of one kind of one logical tensor."""
+
+    kind: str
+    logical: str
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """Its name in the file: kind/logical/lo:hi,lo:hi."""
+        return f"{self.kind}/{self.logical}/{','.join(f'{lo}:{hi}' for lo, hi in self.box)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank reports to the driver: the file it wrote, its checksum, and the boxes in it."""
+
+    model: str
+    file: str
+    sum: FileSum
+    dtypes: tuple[tuple[str, str], ...]
+    entries: tuple[Entry, ...]
+
+
+def write_part(
+    folder: Path | str, model: str, spec: ModelSpec, layout: Layout, rank: Rank, state: ShardState
+) -> Part:
+    """Write `folder/model/part-<place>.safetensors`, flushed to the disk. Called on every rank of one unit.
+
+    `grad` is never stored. The file's number is the rank's place in the layout. Raises OSError when the disk
+    refuses.
+    """
+    place = layout.ranks.index(rank)
+    name = f"part-{place:05d}.safetensors"
+    target = Path(folder) / model
+    target.mkdir(parents=True, exist_ok=True)
+    kinds = [kind for kind in state.arenas if kind != "grad"]
+    pieces = owned_pieces(spec, layout)[rank]
+    checksum = write_tensors(target / name, _outgoing(state, kinds, pieces))
+    return Part(
+        model=model,
+        file=name,
+        sum=checksum,
+        dtypes=tuple((kind, str(state[kind].flat.dtype).removeprefix("torch.")) for kind in kinds),
+        entries=tuple(
+            Entry(kind=kind, logical=piece.logical, box=piece.box) for kind in kinds for piece in pieces
+        ),
+    )
+
+
+def _outgoing(state: ShardState, kinds: Sequence[str], pieces: Sequence[Piece]) -> list[Outgoing]:
+    return [
+        Outgoing(
+            name=Entry(kind=kind, logical=piece.logical, box=piece.box).key,
+            shape=box_shape(piece.box),
+            dtype=state[kind].flat.dtype,
+            load=lambda kind=kind, piece=piece: state[kind].piece(piece),  # type: ignore[misc]
+        )
+        for kind in kinds
+        for piece in pieces
+    ]
