@@ -9,20 +9,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nereus.planner.calibration import NEUTRAL, Calibration
+from nereus.planner.candidates import as_candidates
 from nereus.planner.collective_time import point_to_point_s
 from nereus.planner.forward_time import inference_terms, training_terms
 from nereus.planner.generation_time import generation_terms
+from nereus.planner.layer_time import Place
 from nereus.planner.profile import ClusterProfile, LinkClass
 from nereus.planner.shard_size import rank_parameters
 from nereus.planner.workload import ModelStage, Schedule, Stage, Workload
 
 Floats = NDArray[np.float64]
-
-_TERMS = {
-    Stage.GENERATION: generation_terms,
-    Stage.INFERENCE: inference_terms,
-    Stage.TRAINING: training_terms,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +66,19 @@ def stage_times(
     `cluster.pool(gpu_kind)` decides how many GPUs share a node. Raises ConfigError for a model the
     workload lacks or an unknown GPU kind.
     """
-    sizes = np.broadcast_arrays(
-        *(np.atleast_1d(np.asarray(value, dtype=np.float64)) for value in (tp, pp, dp))
+    place = Place(
+        shape=workload.shape(model_stage), cluster=cluster, gpu_kind=gpu_kind, calibration=calibration
     )
-    terms = _TERMS[model_stage.stage](
-        model_stage, *sizes, workload=workload, cluster=cluster, gpu_kind=gpu_kind, calibration=calibration
-    )
+    sizes = as_candidates(tp, pp, dp)
+    if model_stage.stage is Stage.GENERATION:
+        terms = generation_terms(place, workload, *sizes)
+    elif model_stage.stage is Stage.INFERENCE:
+        terms = inference_terms(place, workload, *sizes)
+    else:
+        terms = training_terms(place, workload, *sizes)
+        if model_stage is ModelStage.ACTOR_TRAINING and workload.old_logprobs:
+            scored = inference_terms(place, workload, *sizes)
+            terms["old_logprobs"] = np.asarray(sum(scored.values()))
     return StageCosts(latency_s=np.asarray(sum(terms.values())), terms=terms)
 
 

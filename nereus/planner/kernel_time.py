@@ -1,4 +1,11 @@
-"""How long one kernel takes: launch latency, smooth maximum of compute and memory, wave quantisation."""
+"""How long one kernel takes: launch latency, smooth maximum of compute and memory, wave quantisation.
+
+    T = launch + (compute^q + memory^q)^(1/q) * exp(correction)
+
+`compute` and `memory` are the work over a fitted share of the vendor's peak. The correction is a small grid
+of log residuals over the kernel's sizes; it is what separates a real library from a formula (skinny products,
+tile shapes, split reductions), and it is absent where nobody has measured the GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,77 +14,191 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nereus.planner.grid import Grid
 from nereus.planner.profile import GpuProfile
 
 Floats = NDArray[np.float64]
 
+TILE = 128  # rows and columns of the output tile that wave quantisation counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModel:
+    """Fitted constants of one kernel class on one GPU kind.
+
+    `compute` and `memory` are reachable shares of the peaks, `norm` is q above, `waves` in [0, 1] is how much
+    of a last, partly filled wave is lost.
+    """
+
+    compute: float
+    memory: float
+    launch_s: float
+    norm: float
+    waves: float = 0.0
+    correction: Grid | None = None
+
+    def seconds(self, compute_s: Floats, memory_s: Floats, sizes: tuple[Floats, ...]) -> Floats:
+        """Time from the work at peak rates; `sizes` are the coordinates of the correction."""
+        q = self.norm
+        smooth = ((compute_s / self.compute) ** q + (memory_s / self.memory) ** q) ** (1 / q)
+        total = self.launch_s + smooth
+        return np.asarray(total if self.correction is None else total * np.exp(self.correction(*sizes)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTable:
-    """Fitted constants of one GPU kind; efficiencies are shares of the vendor's dense peaks.
+    """The kernel classes of one GPU kind.
 
-    `launch_s` is the floor of one kernel on the device; `elementwise_launch_s` the cost of one small
-    kernel inside a layer; `decode_step_s` the host's work between two decode steps.
+    `elementwise_memory` is a share of the memory bandwidth, `elementwise_launch_s` the cost of one small
+    kernel inside a layer, `decode_step_s` the host's work between two decode steps.
     """
 
-    gemm_compute: float
-    gemm_memory: float
-    gemm_launch_s: float
-    gemm_norm: float
-    context_attention: float
-    decode_attention: float
-    attention_launch_s: float
+    gemm: KernelModel
+    context_attention: KernelModel
+    decode_attention: KernelModel
     elementwise_memory: float
     elementwise_launch_s: float
     decode_step_s: float
 
 
-@lru_cache(maxsize=1)
-def builtin_kernels() -> Mapping[str, KernelTable]:
-    """The fitted tables that ship with the package, by the `kernels` name of a GPU profile."""
-    tree = json.loads((resources.files("nereus.planner") / "data/kernels.json").read_text())
-    return {name: KernelTable(**row) for name, row in tree.items()}
-
-
-def kernel_table(gpu: GpuProfile) -> KernelTable:
-    """The table of a GPU kind; kinds nobody has measured use the conservative one."""
-    known = builtin_kernels()
-    return known.get(gpu.kernels, known["conservative"])
-
-
-def gemm_s(gpu: GpuProfile, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, element_bytes: float = 2) -> Floats:
-    """Seconds of an [m,k] x [k,n] product; arguments broadcast."""
-    table = kernel_table(gpu)
-    m, n, k = (np.asarray(value, dtype=np.float64) for value in (m, n, k))
-    compute = 2 * m * n * k / (gpu.peak_flops * table.gemm_compute)
-    memory = element_bytes * (m * k + n * k + m * n) / (gpu.memory_bandwidth_Bps * table.gemm_memory)
-    return np.asarray(
-        table.gemm_launch_s + (compute**table.gemm_norm + memory**table.gemm_norm) ** (1 / table.gemm_norm)
+def table_from_tree(tree: Mapping[str, Any]) -> KernelTable:
+    """Read a table from its JSON tree; corrections are stored in thousandths."""
+    kernels = {
+        name: KernelModel(
+            **{key: float(value) for key, value in tree[name].items() if key != "correction"},
+            correction=_grid_from_tree(tree[name].get("correction")),
+        )
+        for name in ("gemm", "context_attention", "decode_attention")
+    }
+    return KernelTable(
+        **kernels,
+        elementwise_memory=float(tree["elementwise_memory"]),
+        elementwise_launch_s=float(tree["elementwise_launch_s"]),
+        decode_step_s=float(tree["decode_step_s"]),
     )
 
 
-def context_attention_s(gpu: GpuProfile, square_tokens: ArrayLike, heads: ArrayLike, head_dim: int) -> Floats:
-    """Seconds of causal attention; `square_tokens` is the sum of squared sequence lengths in the batch."""
-    table = kernel_table(gpu)
-    flops = (
-        2.0 * np.asarray(square_tokens, dtype=np.float64) * np.asarray(heads) * head_dim
-    )  # causal: half of 4
-    return np.asarray(table.attention_launch_s + flops / (gpu.peak_flops * table.context_attention))
+def _grid_from_tree(tree: Mapping[str, Any] | None) -> Grid | None:
+    if tree is None:
+        return None
+    axes = tuple(tuple(float(np.log2(knot)) for knot in axis) for axis in tree["axes"])
+    return Grid(axes=axes, values=tuple(value / 1000 for value in tree["thousandths"]))
 
 
-def decode_attention_s(gpu: GpuProfile, kv_bytes: ArrayLike) -> Floats:
-    """Seconds to attend one new token of every sequence to `kv_bytes` of keys and values."""
-    table = kernel_table(gpu)
-    read = np.asarray(kv_bytes, dtype=np.float64) / (gpu.memory_bandwidth_Bps * table.decode_attention)
-    return np.asarray(table.attention_launch_s + read)
+@lru_cache(maxsize=16)
+def builtin_kernels(name: str) -> KernelTable:
+    """The fitted table that ships under a GPU profile's `kernels` name; "conservative" where there is
+    none.
+    """
+    folder = resources.files("nereus.planner") / "data/kernels"
+    file = folder / f"{name}.json"
+    if not file.is_file():
+        file = folder / "conservative.json"
+    return table_from_tree(json.loads(file.read_text()))
+
+
+def gemm_work(
+    gpu: GpuProfile, m: Floats, n: Floats, k: Floats, *, waves: float, element_bytes: float, speed: float
+) -> tuple[Floats, Floats]:
+    """(compute, memory) seconds at peak rates of an [m,k] x [k,n] product; `speed` scales the peak (fp8:
+    2).
+    """
+    tiles = np.ceil(m / TILE) * np.ceil(n / TILE)
+    idle = np.ceil(tiles / gpu.compute_units) * gpu.compute_units / tiles - 1.0
+    compute = 2 * m * n * k / (gpu.peak_flops * speed) * (1 + waves * idle)
+    memory = (element_bytes * (m * k + n * k) + 2 * m * n) / gpu.memory_bandwidth_Bps
+    return compute, memory
+
+
+def gemm_s(
+    gpu: GpuProfile,
+    m: ArrayLike,
+    n: ArrayLike,
+    k: ArrayLike,
+    *,
+    element_bytes: float = 2,
+    speed: float = 1,
+    model: KernelModel | None = None,
+) -> Floats:
+    """Seconds of an [m,k] x [k,n] product; arguments broadcast. `model` replaces the built-in constants."""
+    kernel = builtin_kernels(gpu.kernels).gemm if model is None else model
+    sizes = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in (m, n, k)))
+    work = gemm_work(gpu, *sizes, waves=kernel.waves, element_bytes=element_bytes, speed=speed)
+    return kernel.seconds(*work, tuple(sizes))
+
+
+def context_attention_work(
+    gpu: GpuProfile, sequences: Floats, tokens: Floats, heads: Floats, kv_heads: Floats, head_dim: int
+) -> tuple[Floats, Floats]:
+    """(compute, memory) seconds at peak rates of causal attention: half of 4 s^2 d a head; q, k, v, o
+    moved once.
+    """
+    compute = 2.0 * sequences * tokens**2 * heads * head_dim / gpu.peak_flops
+    memory = 4.0 * sequences * tokens * (heads + kv_heads) * head_dim / gpu.memory_bandwidth_Bps
+    return compute, memory
+
+
+def context_attention_s(
+    gpu: GpuProfile,
+    sequences: ArrayLike,
+    tokens: ArrayLike,
+    heads: ArrayLike,
+    kv_heads: ArrayLike,
+    head_dim: int,
+    *,
+    model: KernelModel | None = None,
+) -> Floats:
+    """Seconds of causal self-attention over `sequences` sequences of `tokens` tokens; arguments broadcast."""
+    kernel = builtin_kernels(gpu.kernels).context_attention if model is None else model
+    count, length, query, kv = np.broadcast_arrays(
+        *(np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads, kv_heads))
+    )
+    work = context_attention_work(gpu, count, length, query, kv, head_dim)
+    return kernel.seconds(*work, (count * query, length, query / kv))
+
+
+def decode_attention_work(
+    gpu: GpuProfile,
+    sequences: Floats,
+    tokens: Floats,
+    heads: Floats,
+    kv_heads: Floats,
+    head_dim: int,
+    element_bytes: float,
+) -> tuple[Floats, Floats]:
+    """(compute, memory) seconds at peak rates of one new token a sequence against `tokens` cached ones."""
+    compute = 4.0 * sequences * tokens * heads * head_dim / gpu.peak_flops
+    memory = 2.0 * element_bytes * sequences * tokens * kv_heads * head_dim / gpu.memory_bandwidth_Bps
+    return compute, memory
+
+
+def decode_attention_s(
+    gpu: GpuProfile,
+    sequences: ArrayLike,
+    tokens: ArrayLike,
+    heads: ArrayLike,
+    kv_heads: ArrayLike,
+    head_dim: int,
+    *,
+    element_bytes: float = 2,
+    model: KernelModel | None = None,
+) -> Floats:
+    """Seconds to attend one new token of every sequence to its `tokens` cached ones; arguments broadcast."""
+    kernel = builtin_kernels(gpu.kernels).decode_attention if model is None else model
+    count, length, query, kv = np.broadcast_arrays(
+        *(np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads, kv_heads))
+    )
+    work = decode_attention_work(gpu, count, length, query, kv, head_dim, element_bytes)
+    return kernel.seconds(*work, (count * kv, length, query / kv))
 
 
 def elementwise_s(gpu: GpuProfile, moved_bytes: ArrayLike, num_kernels: int) -> Floats:
     """Seconds of `num_kernels` memory-bound kernels that together move `moved_bytes`."""
-    table = kernel_table(gpu)
+    table = builtin_kernels(gpu.kernels)
     read = np.asarray(moved_bytes, dtype=np.float64) / (gpu.memory_bandwidth_Bps * table.elementwise_memory)
     return np.asarray(num_kernels * table.elementwise_launch_s + read)

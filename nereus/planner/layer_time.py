@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nereus.emu.decoder import DecoderConfig
-from nereus.planner.calibration import Calibration
+from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.collective_time import all_reduce_s
 from nereus.planner.kernel_time import elementwise_s, gemm_s
-from nereus.planner.profile import ClusterProfile
+from nereus.planner.profile import ClusterProfile, GpuProfile
 from nereus.planner.shard_size import heads_per_rank
 
 Floats = NDArray[np.float64]
@@ -19,6 +19,44 @@ Floats = NDArray[np.float64]
 _SMALL_KERNELS = (
     6  # two norms, rope, cache write, activation, residual: fused by every engine to about this many
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes of a weight, of an activation and of a cached key or value; `speed` multiplies the 16-bit
+    peak.
+    """
+
+    weight_bytes: float = 2
+    activation_bytes: float = 2
+    cache_bytes: float = 2
+    speed: float = 1
+
+
+BF16 = Precision()
+FP32 = Precision(weight_bytes=4, activation_bytes=4, cache_bytes=4, speed=0.5)
+FP8 = Precision(weight_bytes=1, activation_bytes=2, cache_bytes=1, speed=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a model-stage would run: everything its times depend on besides its sizes and its work."""
+
+    shape: DecoderConfig
+    cluster: ClusterProfile
+    gpu_kind: str
+    calibration: Calibration = NEUTRAL
+    precision: Precision = BF16
+
+    @property
+    def gpu(self) -> GpuProfile:
+        """The GPU kind's profile."""
+        return self.cluster.pool(self.gpu_kind).gpu
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that share a node."""
+        return self.cluster.pool(self.gpu_kind).gpus_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,58 +67,38 @@ class LayerTime:
     elementwise: Floats
     tensor_parallel: Floats
 
-    @property
-    def total(self) -> Floats:
-        """All terms together."""
-        return np.asarray(self.gemm + self.elementwise + self.tensor_parallel)
 
+def layer_forward(place: Place, tokens: ArrayLike, tp: ArrayLike, *, captured: bool = False) -> LayerTime:
+    """One layer over `tokens` tokens (broadcast with `tp`), without attention over the context.
 
-def layer_forward(
-    shape: DecoderConfig,
-    tokens: ArrayLike,
-    tp: ArrayLike,
-    *,
-    cluster: ClusterProfile,
-    gpu_kind: str,
-    calibration: Calibration,
-    element_bytes: float = 2,
-) -> LayerTime:
-    """One layer over `tokens` tokens (broadcast with `tp`), without attention over the context."""
-    gpu = cluster.pool(gpu_kind).gpu
+    `captured`: the layer runs inside a captured graph, as a decode step does.
+    """
+    shape, precision = place.shape, place.precision
     m, ranks = np.broadcast_arrays(np.asarray(tokens, dtype=np.float64), np.asarray(tp, dtype=np.float64))
     query, kv = heads_per_rank(shape, ranks)
     h, d, f = shape.hidden_size, shape.head_dim, np.ceil(shape.intermediate_size / ranks)
-    gemm = (
-        gemm_s(gpu, m, (query + 2 * kv) * d, h)
-        + gemm_s(gpu, m, h, query * d)
-        + gemm_s(gpu, m, 2 * f, h)
-        + gemm_s(gpu, m, h, f)
-    )
-    # Norms and residuals read and write the hidden state, rope the heads, the activation gate, up and its
-    # result.
-    moved = element_bytes * m * (8 * h + 2 * (query + 2 * kv) * d + 3 * f)
-    up, out = all_reduce_s(cluster, gpu_kind, element_bytes * m * h, ranks, 1)
+
+    def product(n: Floats | int, k: Floats | int) -> Floats:
+        return gemm_s(place.gpu, m, n, k, element_bytes=precision.weight_bytes, speed=precision.speed)
+
+    gemm = product((query + 2 * kv) * d, h) + product(h, query * d) + product(2 * f, h) + product(h, f)
+    # Norms and residuals read and write the hidden state, rope the heads, the activation gate, up and result.
+    moved = precision.activation_bytes * m * (8 * h + 2 * (query + 2 * kv) * d + 3 * f)
+    size = precision.activation_bytes * m * h
+    up, out = all_reduce_s(place.cluster, place.gpu_kind, size, ranks, 1, captured=captured)
+    calibration = place.calibration
     return LayerTime(
         gemm=gemm * calibration.gemm,
-        elementwise=elementwise_s(gpu, moved, _SMALL_KERNELS) * calibration.elementwise,
+        elementwise=elementwise_s(place.gpu, moved, _SMALL_KERNELS) * calibration.elementwise,
         tensor_parallel=2 * (up * calibration.scale_up + out * calibration.scale_out),
     )
 
 
-def head_forward(
-    shape: DecoderConfig,
-    tokens: ArrayLike,
-    tp: ArrayLike,
-    *,
-    cluster: ClusterProfile,
-    gpu_kind: str,
-    calibration: Calibration,
-) -> Floats:
+def head_forward(place: Place, tokens: ArrayLike, tp: ArrayLike) -> Floats:
     """The vocabulary head and the pass over its fp32 logits; a scalar head costs nothing."""
     m, ranks = np.broadcast_arrays(np.asarray(tokens, dtype=np.float64), np.asarray(tp, dtype=np.float64))
-    if shape.head == "value":
+    if place.shape.head == "value":
         return np.zeros_like(m)
-    gpu = cluster.pool(gpu_kind).gpu
-    columns = np.ceil(shape.vocab_size / ranks)
-    product = gemm_s(gpu, m, columns, shape.hidden_size) * calibration.gemm
-    return np.asarray(product + elementwise_s(gpu, 10 * m * columns, 2) * calibration.elementwise)
+    columns = np.ceil(place.shape.vocab_size / ranks)
+    product = gemm_s(place.gpu, m, columns, place.shape.hidden_size) * place.calibration.gemm
+    return np.asarray(product + elementwise_s(place.gpu, 10 * m * columns, 2) * place.calibration.elementwise)

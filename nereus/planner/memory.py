@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nereus.emu.decoder import DecoderConfig
+from nereus.planner.candidates import as_candidates
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.shard_size import heads_per_rank, kv_bytes_per_token, rank_parameters
 from nereus.planner.workload import ModelStage, Recompute, Stage, Workload
@@ -71,9 +72,7 @@ def stage_memories(
     gpu_kind: str,
 ) -> StageMemories:
     """Memory of a model-stage for arrays of (tp, pp, dp); they broadcast to one dimension."""
-    sizes = np.broadcast_arrays(
-        *(np.atleast_1d(np.asarray(value, dtype=np.float64)) for value in (tp, pp, dp))
-    )
+    sizes = as_candidates(tp, pp, dp)
     cluster.pool(gpu_kind)  # a stranger is an error, though no term depends on the kind
     shape = workload.shape(model_stage)
     if model_stage.stage is Stage.GENERATION:

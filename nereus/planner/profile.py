@@ -50,6 +50,7 @@ class GpuProfile:
     peak_flops: float
     memory_bytes: int
     memory_bandwidth_Bps: float  # noqa: N815
+    compute_units: int
     kernels: str
     link: str
     network: str
@@ -192,6 +193,7 @@ def _gpus(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuProfile]:
             peak_flops=float(row["peak_tflops"]) * 1e12,
             memory_bytes=int(float(row["memory_gb"]) * 1e9),
             memory_bandwidth_Bps=float(row["memory_gbps"]) * 1e9,
+            compute_units=int(row["compute_units"]),
             kernels=str(row["kernels"]),
             link=str(row["link"]),
             network=str(row["network"]),

@@ -1,0 +1,73 @@
+"""Fit the tables that ship with the planner from the measured rows in `$NEREUS_DATA/perf`, and write them.
+
+    python benchmarks/fit_tables.py            # rewrites nereus/planner/data/{kernels/*,collectives}.json
+
+Kernel rows: one file a GPU kind with the constants and the residual grid in thousandths. Collectives: medians
+on a log-log scale. `tests/planner/test_accuracy.py` refits on a part of the same rows and gates the held-out
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from nereus.planner.kernel_time import KernelModel
+from nereus.planner.measured import MEASURED_GPUS, all_reduce_table, fitted_kernels, read_all_reduce
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "nereus" / "planner" / "data"
+
+# What no public table holds: shares of bandwidth and host costs that engines show, refined online by calibration.
+ELEMENTWISE = {"elementwise_memory": 0.8, "elementwise_launch_s": 2.0e-6, "decode_step_s": 1.0e-3}
+CONSERVATIVE = {
+    "gemm": {"compute": 0.55, "memory": 0.65, "launch_s": 6e-6, "norm": 2.5, "waves": 0.3},
+    "context_attention": {"compute": 0.35, "memory": 0.3, "launch_s": 1.5e-5, "norm": 1.2, "waves": 0.0},
+    "decode_attention": {"compute": 0.3, "memory": 0.6, "launch_s": 1.5e-5, "norm": 2.0, "waves": 0.0},
+    **ELEMENTWISE,
+}
+
+
+def kernel_tree(kernel: KernelModel) -> dict[str, object]:
+    grid = kernel.correction
+    assert grid is not None, "a fitted kernel has a correction"
+    return {
+        **{
+            name: float(f"{getattr(kernel, name):.4g}")
+            for name in ("compute", "memory", "launch_s", "norm", "waves")
+        },
+        "correction": {
+            "axes": [[round(2.0**knot) for knot in axis] for axis in grid.axes],
+            "thousandths": [round(1000 * value) for value in grid.values],
+        },
+    }
+
+
+def main() -> None:
+    folder = Path(os.environ.get("NEREUS_DATA", ROOT.parent / "shared" / "data")) / "perf" / "aiconfigurator"
+    (TARGET / "kernels").mkdir(exist_ok=True)
+    collectives: dict[str, dict[str, object]] = {}
+    for name, gpu in MEASURED_GPUS.items():
+        fitted = fitted_kernels(folder, gpu)
+        tree = {kind: kernel_tree(kernel) for kind, kernel in fitted.items()} | ELEMENTWISE
+        (TARGET / "kernels" / f"{name}.json").write_text(json.dumps(tree) + "\n")
+        collectives[name] = {}
+        for kind in ("launched", "captured"):
+            table = all_reduce_table(read_all_reduce(folder, gpu, captured=kind == "captured"))
+            collectives[name][kind] = {
+                "ranks": table.ranks,
+                "sizes_log2": [round(float(np.log2(size)), 3) for size in table.sizes_bytes],
+                "microseconds": [[float(f"{value * 1e6:.4g}") for value in line] for line in table.seconds],
+            }
+        print(
+            name, {kind: round((TARGET / "kernels" / f"{name}.json").stat().st_size / 1e3) for kind in ["kB"]}
+        )
+    (TARGET / "collectives.json").write_text(json.dumps(collectives) + "\n")
+    (TARGET / "kernels" / "conservative.json").write_text(json.dumps(CONSERVATIVE, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
