@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from nereus.config.algorithm import GrpoConfig, PpoConfig, RemaxConfig
 from nereus.config.frozen import Frozen
 from nereus.config.models import ModelsConfig
+from nereus.config.paths import OutputPath
 from nereus.config.plan import ClusterConfig, PlanConfig
 from nereus.config.prompts import PromptsConfig
 from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
@@ -40,7 +41,7 @@ class CampaignConfig(Frozen):
 
     name: str = Field(default="campaign", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the campaign; names the run folder."""
-    output: str = "runs"
+    output: OutputPath = "runs"
     """Folder under which the run folder `<output>/<name>` is made."""
     seed: int = Field(default=0, ge=0)
     """Seed of shuffling and sampling."""
@@ -73,7 +74,7 @@ class CampaignConfig(Frozen):
     @property
     def run_folder(self) -> Path:
         """Where the run writes everything."""
-        return Path(self.output).expanduser() / self.name
+        return Path(self.output).expanduser().absolute() / self.name
 
     @property
     def model_stages(self) -> tuple[str, ...]:

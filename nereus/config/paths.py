@@ -22,8 +22,14 @@ class IsFunction:
     """Marks a field whose value is `package.module:function` or `path/to/file.py:function`."""
 
 
+@dataclass(frozen=True, slots=True)
+class IsOutputPath:
+    """Marks a field whose value is a folder that the campaign writes."""
+
+
 InputPath = Annotated[str, IsInputPath()]
 FunctionPath = Annotated[str, IsFunction()]
+OutputPath = Annotated[str, IsOutputPath()]
 
 
 def resolve_path(value: str, folder: Path) -> str:
