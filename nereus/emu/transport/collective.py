@@ -1,0 +1,203 @@
+"""The transport between processes: gloo on CPUs and NCCL (RCCL) on GPUs, by the same code.
+
+Each (epoch, plan) gets its own communicator on its own store prefix, outside any default world: it spans old
+and new workers while the unit groups of the old generation stay untouched, and it dies with its epoch. gloo
+connects eagerly: lazy connection to a dead peer blocks 25 s whatever the timeout (measured, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import Store as Client
+
+from nereus.emu.layout import Rank
+from nereus.emu.store import StoreAddress, connect, meet
+from nereus.emu.transport.protocol import (
+    MAX_OPERATIONS,
+    Channel,
+    Deadline,
+    Operation,
+    Pending,
+    Send,
+    failed,
+    late,
+    spent,
+)
+from nereus.errors import TransportError, explain
+
+Key = tuple[int, str]  # epoch, digest
+POLL_S = 0.0005
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class CollectiveTransport:
+    """This worker's transport for its whole life; it outlives generations."""
+
+    store: Client
+    worker: Rank
+    device: torch.device = CPU
+    _open: dict[Key, _CollectiveChannel] = field(default_factory=dict)
+    _spent: set[Key] = field(default_factory=set)
+
+    @classmethod
+    def connect(
+        cls,
+        address: StoreAddress,
+        *,
+        worker: Rank,
+        device: torch.device = CPU,
+        timeout_s: float = 30.0,
+    ) -> CollectiveTransport:
+        """Over a store that the driver owns. Raises TransportError when it does not answer."""
+        return cls(connect(address, timeout_s=timeout_s), worker, device)
+
+    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+        """See Transport."""
+        key = (epoch, digest)
+        if key in self._spent:
+            raise spent(epoch, digest)
+        if key not in self._open:
+            try:
+                self._open[key] = self._connect(tuple(sorted(ranks)), epoch, digest, deadline)
+            except TransportError:
+                self._spent.add(key)
+                raise
+        return self._open[key]
+
+    def _connect(
+        self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline
+    ) -> _CollectiveChannel:
+        store = PrefixStore(f"exchange/{epoch}/{digest}", self.store)
+        meet(store, "open", me=self.worker, workers=ranks, timeout_s=deadline.left_s)
+        left = timedelta(seconds=max(0.001, deadline.left_s))
+        try:
+            group = _communicator(store, ranks.index(self.worker), len(ranks), left, self.device)
+        except RuntimeError as error:  # includes the store's errors
+            raise TransportError(
+                explain(
+                    f"worker {self.worker} could not connect to {list(ranks)} for epoch {epoch}",
+                    values=str(error).splitlines()[0],
+                    rule=f"all must be connected within {deadline.allowed_s:.3g} s",
+                    remedy="abort the epoch and continue without the workers that died",
+                )
+            ) from error
+        return _CollectiveChannel(group=group, ranks=ranks, worker=self.worker, device=self.device)
+
+    def close(self, epoch: int, *, broken: bool = False) -> None:
+        """See Transport."""
+        for key in [key for key in self._open if key[0] == epoch]:
+            self._open.pop(key).close(broken=broken)
+            self._spent.add(key)
+
+
+def _communicator(store: Client, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    """A bare backend object; it is registered nowhere, so nothing global remembers it."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with torch.cuda.device(device):
+            group = dist.ProcessGroupNCCL(store, rank, size, options)
+            group.eager_connect_single_device(device)
+        return group
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+@dataclass(eq=False)
+class _CollectiveChannel:
+    group: Any
+    ranks: tuple[Rank, ...]
+    worker: Rank
+    device: torch.device
+    _in_flight: list[_Work] = field(default_factory=list)
+
+    def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
+        assert len(operations) <= MAX_OPERATIONS, f"{len(operations)} operations in one group call"
+        together = self.device.type == "cuda" and len(operations) > 0
+        if together:
+            self.group._start_coalescing()
+        pending = [self._start(operation) for operation in operations]
+        if together:
+            joint = self.group._end_coalescing()
+            for work in pending:
+                work.work = joint
+            self._in_flight = pending
+        return pending
+
+    def _start(self, operation: Operation) -> _Work:
+        peer = self.ranks.index(operation.peer)
+        sending = isinstance(operation, Send)
+        call, action = (self.group.send, "send to") if sending else (self.group.recv, "receive from")
+        try:
+            work = call([operation.buffer], peer, 0)
+        except RuntimeError as error:
+            raise failed(action, operation.peer, self.worker, _reason(error)) from error
+        return _Work(work, action, operation.peer, self.worker, self.device)
+
+    def settle(self, deadline: Deadline) -> None:
+        """See Channel."""
+        if self.device.type != "cuda":
+            return
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        while not event.query():
+            if deadline.left_s == 0:
+                raise _late_on_device(self._in_flight, self.worker, deadline)
+            time.sleep(POLL_S)
+
+    def close(self, *, broken: bool = False) -> None:
+        """See Channel."""
+        if self.group is None:
+            return
+        if broken:
+            self.group.abort()
+        elif self.device.type == "cuda":
+            self.group.shutdown()
+        self._in_flight.clear()
+        self.group = None  # the last reference: its sockets and threads end here
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    work: Any
+    action: str
+    peer: Rank
+    me: Rank
+    device: torch.device
+
+    def wait(self, deadline: Deadline) -> None:
+        try:
+            if self.device.type == "cuda":
+                self.work.wait()  # orders the stream; `settle` watches the clock
+            else:
+                self.work.wait(timedelta(seconds=max(0.001, deadline.left_s)))
+        except RuntimeError as error:
+            reason = _reason(error)
+            if "Timed out" in reason or "timeout" in reason.lower():
+                raise late(self.action, self.peer, self.me, deadline.allowed_s) from error
+            raise failed(self.action, self.peer, self.me, reason) from error
+
+
+def _late_on_device(works: Sequence[_Work], me: Rank, deadline: Deadline) -> TransportError:
+    """The error of a group call that did not end in time; one group call has one completion for all peers."""
+    peers = sorted({work.peer for work in works})
+    return TransportError(
+        explain(
+            f"worker {me} waited for its exchange with workers {peers}",
+            values=f"deadline {deadline.allowed_s:.3g} s",
+            rule="every transfer has a deadline",
+            remedy="abort the epoch and continue without the workers that died",
+        )
+    )
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).splitlines()[0].partition("] ")[2] or str(error)

@@ -1,0 +1,128 @@
+"""A transport inside one process, for tests and the simulator: ranks are threads that share a hub."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nereus.emu.layout import Rank
+from nereus.emu.transport.protocol import (
+    MAX_OPERATIONS,
+    Channel,
+    Deadline,
+    Operation,
+    Pending,
+    Send,
+    failed,
+    late,
+    spent,
+)
+from nereus.errors import TransportError, explain
+
+Key = tuple[int, str]  # epoch, digest
+
+
+@dataclass
+class Hub:
+    """What the ranks share: who is present, who has gone, and messages on their way."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    present: dict[Key, set[Rank]] = field(default_factory=lambda: defaultdict(set))
+    gone: dict[Key, set[Rank]] = field(default_factory=lambda: defaultdict(set))
+    mail: dict[tuple[Key, Rank, Rank], deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
+
+
+@dataclass(eq=False)
+class MemoryTransport:
+    """One rank's end of the hub."""
+
+    hub: Hub
+    worker: Rank
+    _open: dict[Key, _MemoryChannel] = field(default_factory=dict)
+    _spent: set[Key] = field(default_factory=set)
+
+    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+        """See Transport."""
+        key = (epoch, digest)
+        if key in self._spent:
+            raise spent(epoch, digest)
+        if key not in self._open:
+            self._meet(key, set(ranks), deadline)
+            self._open[key] = _MemoryChannel(hub=self.hub, worker=self.worker, key=key)
+        return self._open[key]
+
+    def _meet(self, key: Key, ranks: set[Rank], deadline: Deadline) -> None:
+        with self.hub.changed:
+            self.hub.present[key].add(self.worker)
+            self.hub.changed.notify_all()
+            if not self.hub.changed.wait_for(lambda: ranks <= self.hub.present[key], deadline.left_s):
+                raise TransportError(
+                    explain(
+                        f"worker {self.worker} waited for {sorted(ranks)} to open epoch {key[0]}",
+                        values=f"absent: {sorted(ranks - self.hub.present[key])}",
+                        rule=f"all must come within {deadline.allowed_s:.3g} s",
+                    )
+                )
+
+    def close(self, epoch: int, *, broken: bool = False) -> None:
+        """See Transport."""
+        for key in [key for key in self._open if key[0] == epoch]:
+            self._open.pop(key).close(broken=broken)
+            self._spent.add(key)
+
+
+@dataclass(eq=False)
+class _MemoryChannel:
+    hub: Hub
+    worker: Rank
+    key: Key
+
+    def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
+        assert len(operations) <= MAX_OPERATIONS, f"{len(operations)} operations in one group call"
+        return [self._start(operation) for operation in operations]
+
+    def _start(self, operation: Operation) -> Pending:
+        hub, peer = self.hub, operation.peer
+        with hub.changed:
+            if peer in hub.gone[self.key]:
+                raise failed("reach", peer, self.worker, "it closed the channel")
+            if isinstance(operation, Send):
+                hub.mail[self.key, self.worker, peer].append(operation.buffer.clone())
+                hub.changed.notify_all()
+                return _Done()
+        return _Awaited(channel=self, peer=peer, buffer=operation.buffer)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Nothing is asynchronous here."""
+
+    def close(self, *, broken: bool = False) -> None:
+        with self.hub.changed:
+            self.hub.gone[self.key].add(self.worker)
+            self.hub.changed.notify_all()
+
+
+class _Done:
+    def wait(self, deadline: Deadline) -> None:
+        """The buffer was copied when it was posted."""
+
+
+@dataclass(eq=False)
+class _Awaited:
+    channel: _MemoryChannel
+    peer: Rank
+    buffer: Tensor
+
+    def wait(self, deadline: Deadline) -> None:
+        channel, hub = self.channel, self.channel.hub
+        box = hub.mail[channel.key, self.peer, channel.worker]
+        with hub.changed:
+            closed = hub.gone[channel.key]
+            if not hub.changed.wait_for(lambda: box or self.peer in closed, deadline.left_s):
+                raise late("receive from", self.peer, channel.worker, deadline.allowed_s)
+            if not box:
+                raise failed("receive from", self.peer, channel.worker, "it closed the channel")
+            self.buffer.copy_(box.popleft())

@@ -1,0 +1,145 @@
+"""The seam between the executor and the wires: channels that carry buffers between ranks, each for one epoch.
+
+    transport.open(ranks, epoch, digest)  ──collective over ranks──▶  channel
+    channel.post([Send(...), Receive(...)])  one group call  ──▶  one Pending for each
+    pending.wait(deadline)  the buffer may be read (receive) or reused (send)
+    channel.settle(deadline)  everything posted has happened on the device
+    channel.close(broken=...)  peers that still wait for this rank learn it at once
+
+A channel that failed is spent: what it carried may still arrive, so nothing may be received through it again,
+and its (epoch, digest) is never opened a second time. Hence no late message of an aborted epoch can land in
+a later one's storage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nereus.emu.layout import Rank
+from nereus.errors import TransportError, explain
+
+MAX_OPERATIONS = 256  # NCCL can hang when one group call holds more (pytorch#174288)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on this process's monotonic clock."""
+
+    at_s: float
+    allowed_s: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """The moment `seconds` from now."""
+        return cls(at_s=time.monotonic() + seconds, allowed_s=seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; never negative."""
+        return max(0.0, self.at_s - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Send:
+    """Give `buffer` (contiguous uint8) to `peer`. It must not change until the send is complete."""
+
+    peer: Rank
+    buffer: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Receive:
+    """Fill `buffer` (contiguous uint8) from `peer`. Buffers of one peer fill in the order they are posted."""
+
+    peer: Rank
+    buffer: Tensor
+
+
+Operation = Send | Receive
+
+
+class Pending(Protocol):
+    """An operation in flight."""
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when it is complete: on the CPU, or in the order of the device's stream.
+
+        Raises TransportError naming the peer when it is late or its connection failed.
+        """
+        ...
+
+
+class Channel(Protocol):
+    """Connections among some ranks in one epoch. Used by one thread."""
+
+    def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
+        """Start all `operations` (at most MAX_OPERATIONS) as one group call; results in their order.
+
+        Between two ranks, sends match receives in the order of posting. Raises TransportError.
+        """
+        ...
+
+    def settle(self, deadline: Deadline) -> None:
+        """Return when all that was waited for is complete on the device too. Raises TransportError."""
+        ...
+
+    def close(self, *, broken: bool = False) -> None:
+        """End the connections. With `broken` operations in flight are abandoned. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes channels for this rank."""
+
+    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+        """The channel over `ranks` for this epoch and plan; the same object while it is open.
+
+        Collective over `ranks`. Raises TransportError when a rank is absent at the deadline, came with
+        another plan, or the channel was closed before.
+        """
+        ...
+
+    def close(self, epoch: int, *, broken: bool = False) -> None:
+        """Close every channel of the epoch. They cannot be opened again."""
+        ...
+
+
+def late(action: str, peer: Rank, me: Rank, allowed_s: float) -> TransportError:
+    """The error of a peer that did not answer in time."""
+    return TransportError(
+        explain(
+            f"worker {me} could not {action} worker {peer} in time",
+            values=f"deadline {allowed_s:.3g} s",
+            rule="every transfer has a deadline",
+            remedy="abort the epoch; if the peer is alive, allow more time",
+        )
+    )
+
+
+def failed(action: str, peer: Rank, me: Rank, reason: str) -> TransportError:
+    """The error of a connection that broke."""
+    return TransportError(
+        explain(
+            f"worker {me} could not {action} worker {peer}",
+            values=reason,
+            rule="a broken connection ends the epoch",
+            remedy="abort it and continue without the peer if it is dead",
+        )
+    )
+
+
+def spent(epoch: int, digest: str) -> TransportError:
+    """The error of opening a channel a second time."""
+    return TransportError(
+        explain(
+            "cannot open the channel again",
+            values=f"epoch={epoch} plan={digest[:12]}",
+            rule="messages of a closed channel may still arrive",
+            remedy="take a new epoch",
+        )
+    )
