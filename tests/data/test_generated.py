@@ -70,7 +70,7 @@ def test_a_function_that_cannot_be_used_is_an_error(file: str, name: str, says: 
 
 @pytest.mark.parametrize("target", ["nofunction", "absent.module:f", "absent.py:f", ":f", "json:"])
 def test_a_name_that_leads_nowhere_is_an_error(target: str) -> None:
-    with pytest.raises(DataError, match="cannot (find|load)"):
+    with pytest.raises(DataError, match=r"cannot (find|load)"):
         load_function(target)
 
 
