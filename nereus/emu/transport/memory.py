@@ -88,9 +88,9 @@ class _MemoryChannel:
     def _start(self, operation: Operation) -> Pending:
         hub, peer = self.hub, operation.peer
         with hub.changed:
-            if peer in hub.gone[self.key]:
-                raise failed("reach", peer, self.worker, "it closed the channel")
             if isinstance(operation, Send):
+                if peer in hub.gone[self.key]:
+                    raise failed("send to", peer, self.worker, "it closed the channel")
                 hub.mail[self.key, self.worker, peer].append(operation.buffer.clone())
                 hub.changed.notify_all()
                 return _Done()
