@@ -63,24 +63,24 @@ class _Search:
         for index in range(len(case.pieces)):
             remaining -= {index}
             plan, row, bound = case.join(plans, index, remaining, self.upper_s)
-            if width is not None and len(bound) > width:
-                best = np.argpartition(bound, width)[:width]
-                plan, row = plan[best], row[best]
             self.num_partial_plans += len(plan)
             if not len(plan):
                 return
+            if not remaining:  # the bounds are the plans' steps
+                best = np.argmin(bound, keepdims=True)
+                plan, row = plan[best], row[best]
+            elif width is not None and len(bound) > width:
+                best = np.argpartition(bound, width)[:width]
+                plan, row = plan[best], row[best]
             plans = case.extend(plans, index, remaining, plan, row)
             if width is None and len(plans) > _CROWD:
                 plans = case.crowd_out(plans, remaining)
-        step = case.bound(plans)
-        best_plan = int(np.argmin(step))
-        if step[best_plan] < self.upper_s:
-            self.upper_s = float(step[best_plan])
-            picks = [0] * len(self.problem.seats)
-            for piece, rows in zip(case.pieces, plans.rows, strict=True):
-                for seat, candidates in zip(piece.seats, piece.rows, strict=True):
-                    picks[seat] = int(candidates[rows[best_plan]])
-            self.picks = tuple(picks)
+        self.upper_s = float(case.bound(plans)[0])
+        picks = [0] * len(self.problem.seats)
+        for piece, rows in zip(case.pieces, plans.rows, strict=True):
+            for seat, candidates in zip(piece.seats, piece.rows, strict=True):
+                picks[seat] = int(candidates[rows[0]])
+        self.picks = tuple(picks)
 
     def fix(self, case: Case) -> bool:
         """Drop candidates that no better plan holds; False when a piece has none left."""

@@ -1,0 +1,189 @@
+"""Every candidate of every model-stage on a cluster, priced: from a request to the arrays of a `Problem`.
+
+A candidate is a layout (tp, pp), a number of units dp, a GPU kind and the stage's own options (micro-batch
+and recompute, or how many sequences generation holds at once). Those that do not fit a GPU by themselves
+are left out before they are priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.planner.cost import publish_times, stage_times
+from nereus.planner.fixed import Choice, chosen, chosen_number
+from nereus.planner.layouts import layouts
+from nereus.planner.memory import stage_memories, usable_bytes
+from nereus.planner.problem import Floats, Ints, PoolLimit, Problem, Seat, Timing
+from nereus.planner.request import Option, PlanRequest
+from nereus.planner.workload import ModelStage, Recompute, Schedule, Stage, Workload
+
+STAGES = tuple(Stage)
+PAIRS = (
+    (ModelStage.ACTOR_GENERATION, ModelStage.ACTOR_TRAINING),
+    (ModelStage.CRITIC_INFERENCE, ModelStage.CRITIC_TRAINING),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CandidateSet:
+    """A model-stage's candidates: the seat's arrays and what each row means.
+
+    `option[i]` indexes `options`, `seat.pool[i]` the cluster's pools. `num_listed` counts the rows before
+    those that cannot fit by themselves were left out.
+    """
+
+    model_stage: ModelStage
+    seat: Seat
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    option: Ints
+    options: tuple[Option, ...]
+    num_listed: int
+
+
+def candidate_sets(request: PlanRequest) -> tuple[CandidateSet, ...]:
+    """The candidates of every model-stage of the workload, in stage order.
+
+    Raises ConfigError when a fixed choice is impossible for its model or the cluster.
+    """
+    return tuple(_candidates(request, model_stage) for model_stage in request.workload.model_stages)
+
+
+def problem_of(request: PlanRequest, sets: Sequence[CandidateSet], *, own_generation_pool: bool) -> Problem:
+    """The selection problem over these candidates."""
+    index = {item.model_stage: at for at, item in enumerate(sets)}
+    timing: Timing = "sync" if request.workload.schedule is Schedule.SYNC else "overlap"
+    return Problem(
+        seats=tuple(item.seat for item in sets),
+        pools=tuple(
+            PoolLimit(
+                num_gpus=pool.num_gpus,
+                limit_bytes=float(usable_bytes(request.cluster, pool.gpu.name)),
+            )
+            for pool in request.cluster.pools
+        ),
+        pairs=tuple((index[serve], index[train]) for serve, train in PAIRS if serve in index),
+        timing=timing,
+        own_generation_pool=own_generation_pool,
+    )
+
+
+def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
+    options = tuple(_options(request, model_stage))
+    kind = chosen(request.fixed, model_stage, Choice.GPU)
+    if kind is not None:
+        kind = request.cluster.pool(str(kind)).gpu.name  # a stranger is an error
+    parts = [
+        _on_pool(request, model_stage, number, options)
+        for number, name in enumerate(request.cluster.gpu_kinds)
+        if kind in (None, name)
+    ]
+    columns = [np.concatenate(column) for column in zip(*(part[0] for part in parts), strict=True)]
+    tp, pp, dp, pool, option = (column.astype(np.int64) for column in columns[:5])
+    persistent, transient, latency, sync = columns[5:]
+    seat = Seat(
+        name=str(model_stage),
+        stage=STAGES.index(model_stage.stage),
+        pool=pool,
+        gpus=tp * pp * dp,
+        persistent_bytes=persistent,
+        transient_bytes=transient,
+        latency_s=latency,
+        sync_s=sync,
+        layout=((pool << 12 | tp) << 12 | pp) << 32 | dp,
+    )
+    return CandidateSet(
+        model_stage=model_stage,
+        seat=seat,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        option=option,
+        options=options,
+        num_listed=sum(part[1] for part in parts),
+    )
+
+
+def _on_pool(
+    request: PlanRequest, model_stage: ModelStage, number: int, options: Sequence[Option]
+) -> tuple[list[Floats], int]:
+    """Columns (tp, pp, dp, pool, option, persistent, transient, latency, sync) of one pool; rows listed."""
+    cluster, pool = request.cluster, request.cluster.pools[number]
+    kind, limit = pool.gpu.name, usable_bytes(request.cluster, pool.gpu.name)
+    sizes = layouts(model_stage, request.workload, pool, request.space, request.fixed)
+    rows: list[list[Floats]] = [[np.zeros(0)] * 9]
+    for at, option in enumerate(options):
+        workload = option.apply(request.workload)
+        memory = stage_memories(model_stage, *sizes, workload=workload, cluster=cluster, gpu_kind=kind)
+        fits = memory.persistent_bytes + memory.transient_bytes <= limit
+        fits &= _share(model_stage, request.workload, sizes[2]) > _next_smaller(option, options)
+        tp, pp, dp = (size[fits] for size in sizes)
+        if not len(tp):
+            continue
+        cost = stage_times(
+            model_stage,
+            tp,
+            pp,
+            dp,
+            workload=workload,
+            cluster=cluster,
+            gpu_kind=kind,
+            calibration=request.calibration,
+        )
+        sync = np.zeros(len(tp))
+        if any(model_stage is serve for serve, _ in PAIRS):
+            sync = publish_times(
+                model_stage,
+                tp,
+                pp,
+                workload=workload,
+                cluster=cluster,
+                gpu_kind=kind,
+                calibration=request.calibration,
+            )
+        same = [np.full(len(tp), float(value)) for value in (number, at)]
+        kept = [memory.persistent_bytes[fits], memory.transient_bytes[fits]]
+        rows.append([tp, pp, dp, *same, *kept, cost.latency_s, sync])
+    columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
+    return columns, len(sizes[0]) * len(options)
+
+
+def _options(request: PlanRequest, model_stage: ModelStage) -> list[Option]:
+    """The combinations of a model-stage's own options, fixed ones taken as they are."""
+    known = request.options
+
+    def numbers(choice: Choice, given: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        value = chosen_number(request.fixed, model_stage, choice)
+        return given if value is None else (value,)
+
+    if model_stage.stage is Stage.GENERATION:
+        return [Option(max_resident=size) for size in numbers(Choice.MAX_RESIDENT, known.max_residents)]
+    if model_stage.stage is Stage.INFERENCE:
+        return [Option(micro_batch=size) for size in numbers(Choice.MICRO_BATCH, known.score_micro_batches)]
+    recompute = chosen(request.fixed, model_stage, Choice.RECOMPUTE)
+    recomputes = known.recomputes if recompute is None else (Recompute(str(recompute)),)
+    sizes = numbers(Choice.MICRO_BATCH, known.train_micro_batches)
+    return [Option(micro_batch=size, recompute=way) for way in recomputes for size in sizes]
+
+
+def _share(model_stage: ModelStage, workload: Workload, dp: Floats) -> Floats:
+    """Sequences of one unit that the option cuts."""
+    if model_stage.stage is Stage.GENERATION:
+        return np.ceil(workload.num_generated / dp)
+    cuts = workload.num_mini_batches if model_stage.stage is Stage.TRAINING else 1
+    return np.ceil(workload.num_sequences / cuts / dp)
+
+
+def _next_smaller(option: Option, options: Sequence[Option]) -> float:
+    """The largest smaller size among the options: up to that share both are the same candidate."""
+    mine = _size(option)
+    return max((_size(other) for other in options if _size(other) < mine), default=0.0)
+
+
+def _size(option: Option) -> float:
+    size = option.micro_batch or option.max_resident
+    return np.inf if size is None else float(size)

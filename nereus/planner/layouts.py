@@ -1,0 +1,125 @@
+"""The (tp, pp, dp) that a model-stage may take on a pool: what fits its heads, layers, nodes and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus.emu.decoder import DecoderConfig
+from nereus.errors import ConfigError, explain
+from nereus.planner.fixed import Choice, Fix, chosen_number
+from nereus.planner.profile import GpuPool
+from nereus.planner.workload import ModelStage, Workload
+
+Floats = NDArray[np.float64]
+MAX_PP = 32
+
+
+class Space(StrEnum):
+    """Which sizes may be chosen: powers of two, or any dp and also any divisor of the layers as pp."""
+
+    POW2 = "pow2"
+    GENERAL = "general"
+
+
+def tensor_sizes(shape: DecoderConfig, pool: GpuPool) -> list[int]:
+    """tp that divides the heads evenly and stays inside a node (so that units pack into whole nodes)."""
+    heads, kv = shape.num_heads, shape.num_kv_heads
+    return [tp for tp in _divisors(pool.gpus_per_node) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+
+
+def pipeline_sizes(shape: DecoderConfig, space: Space) -> list[int]:
+    """Powers of two (uneven splits allowed), in the general space also the divisors of the layers."""
+    most = min(MAX_PP, shape.num_layers)
+    sizes = set(_powers_of_two(most))
+    if space is Space.GENERAL:
+        sizes |= {size for size in _divisors(shape.num_layers) if size <= most}
+    return sorted(sizes)
+
+
+def unit_counts(model_stage: ModelStage, workload: Workload, most: int, space: Space) -> list[int]:
+    """dp up to `most` that are worth listing.
+
+    In the general space the smallest dp of every share ceil(sequences / dp): a larger one for the same
+    share costs more and is no faster. The two stages of a trained model list the union of both their
+    shares, so that the layout they would share is among each one's.
+    """
+    if space is Space.POW2:
+        largest = max(_batches(model_stage, workload))
+        return [dp for dp in _powers_of_two(most) if dp < 2 * largest]
+    counts: set[int] = set()
+    for sequences in _batches(model_stage, workload):
+        counts.update(_smallest_for_each_share(sequences))
+    return sorted(dp for dp in counts if dp <= most)
+
+
+def layouts(
+    model_stage: ModelStage, workload: Workload, pool: GpuPool, space: Space, fixed: Iterable[Fix]
+) -> tuple[Floats, Floats, Floats]:
+    """Arrays (tp, pp, dp) of all layouts of a model-stage on a pool, fixed choices kept.
+
+    Raises ConfigError where a fixed tp or pp does not fit the model or the node.
+    """
+    shape, fixed = workload.shape(model_stage), tuple(fixed)
+    tensor = _narrow(
+        tensor_sizes(shape, pool),
+        chosen_number(fixed, model_stage, Choice.TP),
+        f"{model_stage} tp",
+        f"tp must divide {shape.num_heads} heads evenly ({shape.num_kv_heads} kv heads) and the "
+        f"{pool.gpus_per_node} GPUs of a node",
+    )
+    pp = chosen_number(fixed, model_stage, Choice.PP)
+    stages = pipeline_sizes(shape, space)
+    if pp is not None:
+        stages = _narrow(
+            [pp] if pp <= shape.num_layers else stages,
+            pp,
+            f"{model_stage} pp",
+            f"pp must be at most {shape.num_layers}, the number of layers",
+        )
+    dp, gpus = (chosen_number(fixed, model_stage, key) for key in (Choice.DP, Choice.GPUS))
+    rows: list[tuple[int, int, int]] = []
+    for t in tensor:
+        for p in stages:
+            most = pool.num_gpus // (t * p)
+            counts = [dp] if dp is not None else unit_counts(model_stage, workload, most, space)
+            if gpus is not None:
+                counts = [gpus // (t * p)] if gpus % (t * p) == 0 and dp in (None, gpus // (t * p)) else []
+            rows += [(t, p, d) for d in counts if 1 <= d <= most]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _narrow(known: list[int], value: int | None, what: str, rule: str) -> list[int]:
+    if value is None:
+        return known
+    if value not in known:
+        raise ConfigError(explain(f"cannot fix {what}={value}", rule=rule, remedy=f"take one of {known}"))
+    return [value]
+
+
+def _batches(model_stage: ModelStage, workload: Workload) -> tuple[int, ...]:
+    """Sequences that dp divides, in the model-stage and in its trained partner."""
+    trained = -(-workload.num_sequences // workload.num_mini_batches)
+    return {
+        "actor": (workload.num_generated, workload.num_sequences, trained),
+        "critic": (workload.num_sequences, trained),
+    }.get(model_stage.model, (workload.num_sequences,))
+
+
+@lru_cache(maxsize=64)
+def _smallest_for_each_share(sequences: int) -> tuple[int, ...]:
+    shares = np.unique(-(-sequences // np.arange(1, sequences + 1)))
+    return tuple(np.unique(-(-sequences // shares)).tolist())
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << k for k in range(most.bit_length())] if most >= 1 else []

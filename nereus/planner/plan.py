@@ -1,0 +1,158 @@
+"""The plan: a layout, a number of units and a GPU set for every model-stage, and what the step then costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nereus.planner.cost import StageCost
+from nereus.planner.memory import StageMemory
+from nereus.planner.request import Option, Placement
+from nereus.planner.workload import ModelStage, Schedule, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One model-stage's part of a plan.
+
+    `ranks` lists unit after unit in layout order; a unit's TP groups lie inside a node. `layers[i]` is
+    the number of layers of pipeline stage i. With `shares_weights` the weights are those of the same
+    model's training, on the same ranks: they count there, not here.
+    """
+
+    model_stage: ModelStage
+    tp: int
+    pp: int
+    dp: int
+    gpu_kind: str
+    ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    option: Option
+    shares_weights: bool
+    publish_s: float
+    cost: StageCost
+    memory: StageMemory
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the model-stage occupies."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each unit in layout order."""
+        size = self.tp * self.pp
+        return tuple(self.ranks[at : at + size] for at in range(0, len(self.ranks), size))
+
+    @property
+    def text(self) -> str:
+        """E.g. "tp2 pp1 dp4"."""
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+    @property
+    def resident_bytes(self) -> int:
+        """What stays on a GPU for this model-stage while other stages run."""
+        return 0 if self.shares_weights else self.memory.persistent_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUse:
+    """One GPU kind under a plan: GPUs taken by stage, and the bytes that meet on its fullest GPU.
+
+    `used_bytes` adds up, over stages, the largest persistent part, plus the largest transient part;
+    generation on its own GPUs counts by itself.
+    """
+
+    gpu_kind: str
+    num_gpus: int
+    usable_bytes: int
+    used_bytes: int
+    used_gpus: Mapping[Stage, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Why no plan of the space is better: the search ended with `lower_bound_s` = the plan's step.
+
+    `root_bound_s` is what could be said before any search: every stage alone, memory left aside.
+    """
+
+    lower_bound_s: float
+    root_bound_s: float
+    num_candidates: int
+    num_partial_plans: int
+    search_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The best plan of a request. `stage_s` is the longest model-stage of each stage."""
+
+    assignments: tuple[Assignment, ...]
+    placement: Placement
+    schedule: Schedule
+    step_s: float
+    stage_s: Mapping[Stage, float]
+    publish_s: float
+    pools: tuple[PoolUse, ...]
+    proof: Proof
+
+    def of(self, model_stage: ModelStage) -> Assignment:
+        """The assignment of a model-stage. Raises KeyError where the job has none."""
+        for assignment in self.assignments:
+            if assignment.model_stage is model_stage:
+                return assignment
+        raise KeyError(model_stage)
+
+    @property
+    def bottleneck(self) -> tuple[Assignment, str]:
+        """The model-stage that the step waits for longest, and the largest term of its time."""
+        slowest = max(self.assignments, key=lambda item: item.cost.latency_s)
+        return slowest, slowest.cost.bottleneck
+
+    @property
+    def signature(self) -> tuple[tuple[str, int, int], ...]:
+        """(tp, pp) of the actor's two stages: two plans with equal signatures are variations of one idea."""
+        return tuple(
+            (str(item.model_stage), item.tp, item.pp)
+            for item in self.assignments
+            if item.model_stage in (ModelStage.ACTOR_GENERATION, ModelStage.ACTOR_TRAINING)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        return {
+            "step_s": self.step_s,
+            "placement": str(self.placement),
+            "schedule": str(self.schedule),
+            "stage_s": {str(stage): seconds for stage, seconds in self.stage_s.items()},
+            "publish_s": self.publish_s,
+            "assignments": [_assignment_json(item) for item in self.assignments],
+            "pools": [
+                {**asdict(pool), "used_gpus": {str(stage): count for stage, count in pool.used_gpus.items()}}
+                for pool in self.pools
+            ],
+            "proof": asdict(self.proof),
+        }
+
+
+def _assignment_json(item: Assignment) -> dict[str, Any]:
+    option = {name: value for name, value in asdict(item.option).items() if value is not None}
+    return {
+        "model_stage": str(item.model_stage),
+        "tp": item.tp,
+        "pp": item.pp,
+        "dp": item.dp,
+        "num_gpus": item.num_gpus,
+        "gpu_kind": item.gpu_kind,
+        "ranks": list(item.ranks),
+        "layers": list(item.layers),
+        **option,
+        "shares_weights": item.shares_weights,
+        "latency_s": item.cost.latency_s,
+        "latency_terms_s": dict(item.cost.terms),
+        "persistent_bytes": item.memory.persistent_bytes,
+        "transient_bytes": item.memory.transient_bytes,
+        "memory_terms_bytes": dict(item.memory.terms),
+    }
