@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,33 +12,8 @@ from hypothesis import strategies as st
 
 from nereus.errors import DataError
 from nereus.record.metrics import METRICS_FILE, MetricsLog, read_records, scalars, truncate_records
-from nereus.record.step import StepRecord, from_json, to_json
-
-
-def make_record(step: int, **changes: object) -> StepRecord:
-    record = StepRecord(
-        step=step,
-        version=step,
-        epoch=0,
-        position=8 * (step + 1),
-        reward_mean=0.5 + step,
-        reward_min=0.0,
-        reward_max=1.0,
-        num_missing_rewards=0,
-        length_mean=12.5,
-        length_p95=20.0,
-        length_max=24,
-        prompt_tokens=64,
-        response_tokens=800,
-        stage_s={"generate": 1.0, "train": 2.0},
-        step_s=3.25,
-        tokens_per_s=265.8,
-        memory_bytes={"gpu 0": 2**30},
-        plan={"actor.training": "tp2 pp1 dp1 on 0,1"},
-        learning_rate=1e-4,
-        stats={"loss/actor": 0.25},
-    )
-    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+from nereus.record.step import from_json, to_json
+from tests.record.records import make_record
 
 
 def steps_in(folder: Path) -> list[int]:
