@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class _Rows:
         """The rows at `index`, in that order; padding to the widest row is kept."""
         rows = torch.as_tensor(index, dtype=torch.long)
         return replace(self, **{f.name: _take(getattr(self, f.name), rows) for f in fields(self)})
+
+
+RowsT = TypeVar("RowsT", bound=_Rows)
 
 
 def _take(value: Any, rows: Tensor) -> Any:
@@ -164,3 +167,31 @@ class TrainMetrics:
     learning_rate: float
     stats: dict[str, float]
     seconds: dict[str, float]
+
+
+def join_rows(parts: Sequence[RowsT], order: Sequence[int] | Tensor | None = None) -> RowsT:
+    """The rows of all parts, one part after the other, tensors padded with zeros to the widest.
+
+    With `order`, row i of the result is joined row `order[i]`. Fields that are None in one part are None
+    in all; a field that is neither tensor, tuple nor rows (a version) is taken from the first part.
+    """
+    assert parts, "nothing to join"
+    first = parts[0]
+    joined = replace(
+        first, **{f.name: _join([getattr(part, f.name) for part in parts]) for f in fields(first)}
+    )
+    return joined if order is None else joined.select(order)
+
+
+def _join(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 1:
+            return torch.cat(values)
+        width = max(value.shape[1] for value in values)
+        return torch.cat([torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values])
+    if isinstance(first, _Rows):
+        return join_rows(values)
+    if isinstance(first, tuple):
+        return tuple(item for value in values for item in value)
+    return first

@@ -1,0 +1,172 @@
+"""The driver's side of the workers: start them, call them in one order, wait so that a stop is obeyed.
+
+    driver thread ──submit under one lock──▶ every rank of a unit ──▶ refs ──wait in slices of 0.5 s──▶ values
+
+Collectives inside workers need the same order of calls on all ranks, so a set of calls is submitted as a
+whole under one lock. Actors are owned by this process: when it dies, however it dies, Ray frees them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from nereus.emu.layout import Rank
+from nereus.emu.store import Store, StoreAddress
+from nereus.emu.worker import Worker
+from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, explain
+
+POLL_S = 0.5  # the longest a stop goes unnoticed (docs/design/cancellation.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method of one worker with its arguments."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+class Cluster:
+    """Workers by rank. Make it with `start`; `close` ends the workers and, if we started it, Ray."""
+
+    def __init__(
+        self,
+        actors: Mapping[Rank, Any],
+        store: Store,
+        *,
+        owns_ray: bool,
+        timeout_s: float,
+        stop: threading.Event,
+    ) -> None:
+        self._actors = dict(actors)
+        self._store = store
+        self._owns_ray = owns_ray
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._busy_s: dict[str, float] = {}
+        self.stop = stop
+        self.generation = -1
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        address: str,
+        num_workers: int,
+        device: str,
+        threads: int,
+        timeout_s: float,
+        stop: threading.Event,
+    ) -> Cluster:
+        """Connect to Ray (or start a private one for `address="local"`) and start one worker for each GPU.
+
+        On `device="cpu"` GPUs are logical: a private Ray is told of as many as there are workers. `timeout_s`
+        bounds every collective. `stop` ends every wait when it is set.
+        """
+        owns = not ray.is_initialized()
+        private = address == "local"
+        if owns:
+            ray.init(
+                address=address,
+                include_dashboard=False if private else None,
+                num_gpus=num_workers if private and device == "cpu" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        host = "127.0.0.1" if private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        actor = ray.remote(Worker).options(num_cpus=0, num_gpus=1, max_restarts=0)
+        actors = {rank: actor.remote(rank, device, threads) for rank in range(num_workers)}
+        cluster = cls(actors, Store(host), owns_ray=owns, timeout_s=timeout_s, stop=stop)
+        cluster.run(dict.fromkeys(actors, Call("ping")), what="start the workers")
+        return cluster
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The live workers."""
+        return tuple(sorted(self._actors))
+
+    @property
+    def store_address(self) -> StoreAddress:
+        """Where the driver's store listens."""
+        return self._store.address
+
+    def join(self) -> None:
+        """Put all live workers into a new generation of the world."""
+        self.generation += 1
+        call = Call("join", (self._store.address, self.generation, self.ranks, self._timeout_s))
+        self.run(dict.fromkeys(self.ranks, call), what="join the world")
+
+    def submit(self, calls: Mapping[Rank, Call]) -> dict[Any, Rank]:
+        """Send the calls, all or none before any other caller's; returns the pending results by reference."""
+        with self._lock:
+            return {
+                self._actors[rank].call.remote(call.method, *call.arguments): rank
+                for rank, call in calls.items()
+            }
+
+    def run(self, calls: Mapping[Rank, Call], *, what: str) -> dict[Rank, Any]:
+        """Send the calls and wait for all results; `what` names the work in errors and in `take_busy_s`.
+
+        Raises Cancelled when the stop flag is set, StageFailed when a worker raised, WorkerLost when one
+        died.
+        """
+        return self.wait(self.submit(calls), what=what)
+
+    def wait(self, pending: Mapping[Any, Rank], *, what: str) -> dict[Rank, Any]:
+        """Wait for submitted calls; the first failure is raised at once, without waiting for the others."""
+        waiting, results, busy_s = list(pending), {}, 0.0
+        while waiting:
+            if self.stop.is_set():
+                raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
+            for ref in ready:
+                results[pending[ref]], seconds = _value(ref, pending[ref], what)
+                busy_s = max(busy_s, seconds)
+        with self._lock:
+            self._busy_s[what] = self._busy_s.get(what, 0.0) + busy_s
+        return results
+
+    def take_busy_s(self) -> dict[str, float]:
+        """Seconds of the busiest worker by kind of work, since this was last asked."""
+        with self._lock:
+            taken, self._busy_s = self._busy_s, {}
+        return taken
+
+    def share(self, value: object) -> Any:
+        """Put a value into the object store once, to be passed to several workers."""
+        return ray.put(value)
+
+    def close(self) -> None:
+        """End the workers, the store and, if we started it, Ray."""
+        for handle in self._actors.values():
+            ray.kill(handle)
+        self._actors.clear()
+        self._store.close()
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def _value(ref: Any, rank: Rank, what: str) -> Any:
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause
+        text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+        kind = type(cause) if isinstance(cause, NereusError) else StageFailed
+        raise kind(explain(f"{what} failed", values=f"worker {rank} raised {text}")) from error
+    except RayActorError as error:
+        raise WorkerLost(
+            explain(
+                f"{what} failed",
+                values=f"worker {rank} died ({str(error).splitlines()[0]})",
+                rule="a unit needs all of its workers",
+                remedy="run again with --resume; if memory was short, lower batch.micro_batch_rows",
+            )
+        ) from error

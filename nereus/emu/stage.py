@@ -1,0 +1,73 @@
+"""What a worker is told about a model-stage: its model, its units, where its weights come from.
+
+Values that travel from the driver to every worker; the worker answers by building the shard it holds, if any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nereus.emu.decoder import DecoderConfig
+from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.layout import Layout, Rank
+
+Role = Literal["training", "generation", "inference"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromFolder:
+    """Weights from a Hugging Face folder; moments start at zero. A missing value head is drawn from
+    `seed`.
+    """
+
+    folder: Path
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromCheckpoint:
+    """Weights and moments from one model of a checkpoint."""
+
+    folder: Path
+    step_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromStage:
+    """Weights by a weight sync from another model-stage; nothing is read from storage."""
+
+    stage: str
+
+
+Origin = FromFolder | FromCheckpoint | FromStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One model-stage: name (`actor.training`), role, model, units, and where its weights come from.
+
+    With `shares`, the shard uses the arenas of that model-stage (equal units), so weights exist once.
+    """
+
+    name: str
+    role: Role
+    model: DecoderConfig
+    units: tuple[Layout, ...]
+    origin: Origin
+    optimizer: AdamW | None = None
+    recompute: bool = False
+    shares: str | None = None
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Every rank, unit after unit in layout order."""
+        return tuple(rank for unit in self.units for rank in unit.ranks)
+
+    @property
+    def text(self) -> str:
+        """E.g. `tp2 pp1 dp2 on 0,1,2,3`."""
+        unit = self.units[0]
+        ranks = ",".join(map(str, self.ranks))
+        return f"tp{unit.tp} pp{unit.pp} dp{len(self.units)} on {ranks}"

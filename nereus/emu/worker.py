@@ -1,0 +1,189 @@
+"""One worker: the process of one GPU, holding the shards of every model-stage placed there.
+
+    driver ── Ray calls, in one order for all ranks of a unit ──▶ worker ── engines ──▶ collectives with peers
+
+It lives through transitions. Every method either works on this worker's shards or is collective over a named
+set of workers; a unit's result travels back from its first rank only.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.arena import ShardState
+from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.checkpoint.part import Part, write_part
+from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
+from nereus.emu.decoder import decoder_spec
+from nereus.emu.engines.torch.engine import TorchEngine
+from nereus.emu.engines.torch.generate import TorchGenerator
+from nereus.emu.executor import sync
+from nereus.emu.groups import Generation, backend_for
+from nereus.emu.hf_folder import HFSource
+from nereus.emu.layout import Layout, Rank
+from nereus.emu.loss import Loss
+from nereus.emu.rank_plan import RankPlan
+from nereus.emu.source import fill
+from nereus.emu.stage import FromCheckpoint, FromFolder, StageSpec
+from nereus.emu.store import StoreAddress
+from nereus.emu.transport.collective import CollectiveTransport
+
+
+class Worker:
+    """Holds engines by model-stage. Created by `Cluster` as a Ray actor, or directly in tests."""
+
+    def __init__(self, rank: Rank, device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.rank = rank
+        self.device = torch.device(device)
+        self._generation: Generation | None = None
+        self._engines: dict[str, TorchEngine] = {}
+        self._generators: dict[str, TorchGenerator] = {}
+        self._specs: dict[str, StageSpec] = {}
+        self._transport: CollectiveTransport | None = None
+        self._syncs: dict[str, RankPlan] = {}
+
+    def call(self, method: str, *arguments: object) -> tuple[object, float]:
+        """Run a method by name; returns its result and the seconds it took here."""
+        started = time.perf_counter()
+        result = getattr(self, method)(*arguments)
+        return result, time.perf_counter() - started
+
+    def ping(self) -> int:
+        """This process's id; returns once the worker is ready."""
+        return os.getpid()
+
+    def join(self, address: StoreAddress, number: int, workers: Sequence[Rank], timeout_s: float) -> None:
+        """Enter a generation of the world; collective over `workers`."""
+        if self._generation is not None:
+            self._generation.leave()
+        self._generation = Generation.join(
+            address,
+            number=number,
+            worker=self.rank,
+            workers=workers,
+            backend=backend_for(self.device),
+            device=self.device,
+            timeout_s=timeout_s,
+        )
+        if self._transport is None:
+            self._transport = CollectiveTransport.connect(
+                address, worker=self.rank, device=self.device, timeout_s=timeout_s
+            )
+
+    def build(self, spec: StageSpec) -> int:
+        """Make and fill this worker's shard of a model-stage; returns the bytes of its state, 0 without one.
+
+        Collective over the generation, since groups are made here.
+        """
+        assert self._generation is not None, "a worker joins a generation before it builds"
+        groups = self._generation.unit_groups(spec.units, model=decoder_spec(spec.model))
+        if groups is None:
+            return 0
+        self._specs[spec.name] = spec
+        if spec.role == "generation":
+            shared = self._engines[spec.shares].state if spec.shares else None
+            generator = TorchGenerator(spec.model, groups.layout, groups, state=shared, device=self.device)
+            self._generators[spec.name] = generator
+            return 0 if shared is not None else generator.state.num_bytes
+        engine = TorchEngine(
+            spec.model,
+            groups.layout,
+            groups,
+            optimizer=spec.optimizer,
+            device=self.device,
+            recompute=spec.recompute,
+        )
+        self._engines[spec.name] = engine
+        self._fill(spec, engine)
+        return engine.state.num_bytes
+
+    def _fill(self, spec: StageSpec, engine: TorchEngine) -> None:
+        state: ShardState = engine.state
+        match spec.origin:
+            case FromFolder(folder=folder, seed=seed):
+                weights = HFSource(folder, head=spec.model.head, value_head_seed=seed)
+                fill(state, weights, {kind: "theta" for kind in state.arenas if kind in ("theta", "master")})
+            case FromCheckpoint(folder=folder, step_count=step_count):
+                stored = CheckpointSource(folder)
+                fill(state, stored, kinds_to_fill(state.arenas, stored))
+                engine.step_count = step_count
+
+    def generate(self, stage: str, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts | None:
+        """Answer prompts; collective over the unit. Its first rank returns the rollouts."""
+        rollouts = self._generators[stage].generate(prompts, sampling, version)
+        return rollouts if self._leads(stage) else None
+
+    def score(
+        self, stage: str, batch: TokenBatch, micro_batch_rows: int, temperature: float
+    ) -> Scores | None:
+        """Log-probabilities or values of the responses; collective over the unit."""
+        engine = self._engines[stage]
+        scores = engine.score(batch, micro_batch_rows=micro_batch_rows, temperature=temperature)
+        return scores if self._leads(stage) else None
+
+    def rewards(self, stage: str, batch: TokenBatch, micro_batch_rows: int) -> Tensor | None:
+        """A reward model's judgement of each row; collective over the unit."""
+        rewards_b = self._engines[stage].rewards(batch, micro_batch_rows=micro_batch_rows)
+        return rewards_b if self._leads(stage) else None
+
+    def train_step(
+        self,
+        stage: str,
+        micro_batches: Sequence[TrainBatch],
+        loss: Loss,
+        counts: GlobalCounts,
+        learning_rate: float,
+    ) -> TrainMetrics:
+        """One optimizer step; collective over all units of the model-stage."""
+        return self._engines[stage].train_step(micro_batches, loss, counts, learning_rate=learning_rate)
+
+    def hold_sync_plan(self, source: str, plan: RankPlan) -> None:
+        """Keep this worker's part of the plan by which theta moves from a training model-stage."""
+        self._syncs[source] = plan
+
+    def sync_weights(self, source: str, destination: str, deadline_s: float) -> int:
+        """Move theta by the held plan; collective over its workers. Returns the bytes this worker sent.
+
+        The channel stays open for as long as the generation lives, so a sync connects only once.
+        """
+        assert self._generation is not None, "a worker joins a generation before it moves weights"
+        assert self._transport is not None, "a worker that joined has a transport"
+        old, new = self._engines.get(source), self._generators.get(destination)
+        return sync(
+            self._syncs[source],
+            None if old is None else old.state,
+            None if new is None else new.state,
+            self._transport,
+            epoch=self._generation.number,
+            deadline_s=deadline_s,
+        )
+
+    def write_checkpoint(self, stage: str, model: str, folder: Path) -> tuple[Part, int]:
+        """Write the boxes that this rank owns of a model-stage; returns the part and Adam's step count."""
+        engine, spec = self._engines[stage], self._specs[stage]
+        layout = self._layout(stage)
+        part = write_part(folder, model, decoder_spec(spec.model), layout, self.rank, engine.state)
+        return part, engine.step_count
+
+    def peak_memory_bytes(self) -> int:
+        """Peak device memory, or peak resident memory of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _layout(self, stage: str) -> Layout:
+        """The layout of the unit of `stage` that this worker is in."""
+        return next(unit for unit in self._specs[stage].units if self.rank in unit.ranks)
+
+    def _leads(self, stage: str) -> bool:
+        """Whether this worker is the first of its unit."""
+        return self._layout(stage).ranks[0] == self.rank

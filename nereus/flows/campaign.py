@@ -1,0 +1,75 @@
+"""The campaign: the main path. The driver runs it; it is the only one who decides.
+
+    prepare ─▶ open job ─▶ step, step, step ... (checkpoint every N) ─▶ last checkpoint ─▶ final model, report
+
+Our checkpoint, not Prefect's state, is the truth about the next step: a stop, a crash or a rerun continues
+from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from nereus.config import CampaignConfig
+from nereus.flows.step import MAX_CONCURRENT, tracked_step
+from nereus.flows.tracking import level
+from nereus.record.report import write_report
+from nereus.tasks.checkpoint import export_model, save_checkpoint
+from nereus.tasks.job import Job, open_job
+from nereus.tasks.prepare import prepare_campaign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignResult:
+    """Where a finished campaign left its things."""
+
+    steps: int
+    run_folder: Path
+    model: Path
+    checkpoint: Path
+    metrics: Path
+    report: Path
+
+
+@flow(
+    name="campaign",
+    flow_run_name="{config.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT),  # type: ignore[arg-type]
+)
+def campaign(config: CampaignConfig, resume: bool = False) -> CampaignResult:
+    """Post-train the actor for `config.steps` steps.
+
+    Raises ConfigError, ModelError, DataError or CheckpointError before any actor starts; StageFailed or
+    WorkerLost from a step, whose effects are then in no checkpoint.
+    """
+    prepared = prepare_campaign(config)
+    with open_job(prepared, resume=resume) as job:
+        run_steps(job)
+        assert job.checkpoint is not None, "a finished run has a checkpoint"
+        return CampaignResult(
+            steps=job.state.step,
+            run_folder=config.run_folder,
+            model=export_model(job),
+            checkpoint=job.checkpoint,
+            metrics=job.log.path,
+            report=write_report(config.run_folder, config),
+        )
+
+
+def run_steps(job: Job) -> None:
+    """Run every step that is left, saving a checkpoint every so many steps and after the last."""
+    config = job.config
+    last_step_s: float | None = None
+    while job.state.step < config.steps:
+        record = tracked_step(job, level(config.tracking, last_step_s))
+        job.finish_step(record)
+        last_step_s = record.step_s
+        every = config.checkpoint.every_steps
+        if every and job.state.step % every == 0:
+            save_checkpoint(job)
+    if not job.is_saved:
+        save_checkpoint(job)

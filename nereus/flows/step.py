@@ -1,0 +1,112 @@
+"""One step of a synchronous campaign: what happens, in order.
+
+    prompts ─▶ generate ─▶ {rewards | reference | values} ─▶ estimate ─▶ critic, actor learn ─▶ publish
+
+A step changes the logical state at its end only: until then a crash or a stop leaves the state before it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import replace
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from nereus.config import Tracking
+from nereus.emu.batch import TrainMetrics
+from nereus.flows.tracking import Calls, PlainCalls, TaskRuns
+from nereus.record.step import StepRecord
+from nereus.tasks.estimate import estimate
+from nereus.tasks.generate import generate
+from nereus.tasks.job import Job
+from nereus.tasks.learn import learn
+from nereus.tasks.losses import policy_loss_of, value_loss_of
+from nereus.tasks.observe import observe
+from nereus.tasks.publish import publish
+from nereus.tasks.rates import learning_rate
+from nereus.tasks.score import score_reference, score_rewards, score_values
+
+MAX_CONCURRENT = 8
+_job: ContextVar[Job] = ContextVar("job")
+
+
+def run_step(job: Job, calls: Calls) -> StepRecord:
+    """Run the next step and return its record. `job.state` then is the state after it."""
+    started = time.perf_counter()
+    job.begin_step()
+    config, step = job.config, job.state.step
+    sample_ids, cursor = job.prepared.order.take(job.state.cursor, config.batch.prompts)
+    prompts = job.prepared.prompts.prompts(sample_ids)
+
+    rollouts = calls.start(generate, job, prompts).result()
+
+    scoring = calls.start(score_rewards, job, prompts, rollouts)
+    reference = calls.start(score_reference, job, rollouts.batch) if config.algorithm.kl else None
+    critic = calls.start(score_values, job, rollouts.batch) if config.algorithm.kind == "ppo" else None
+    rewards = scoring.result()
+    reference_bt = None if reference is None else reference.result()
+    values_bt = None if critic is None else critic.result()
+
+    with job.stage("estimate"):
+        batch = estimate(config, rollouts, rewards.values_b, reference_bt, values_bt)
+
+    trained: dict[str, TrainMetrics] = {}
+    if config.algorithm.kind == "ppo":
+        rate = learning_rate(config, "critic", step)
+        loss = value_loss_of(config.algorithm)
+        trained["critic.training"] = calls.start(learn, job, "critic.training", batch, loss, rate).result()
+    if config.algorithm.kind != "ppo" or step >= config.algorithm.critic_warmup_steps:
+        rate = learning_rate(config, "actor", step)
+        loss_of_policy = policy_loss_of(config)
+        trained["actor.training"] = calls.start(
+            learn, job, "actor.training", batch, loss_of_policy, rate
+        ).result()
+        calls.start(publish, job).result()
+
+    job.state = replace(
+        job.state,
+        step=step + 1,
+        policy_version=job.state.policy_version + ("actor.training" in trained),
+        cursor=cursor,
+    )
+    return observe(job, rollouts, rewards, trained, time.perf_counter() - started)
+
+
+@flow(
+    name="step",
+    flow_run_name="step {number}",
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT),  # type: ignore[arg-type]
+    validate_parameters=False,
+)
+def step_flow(number: int) -> StepRecord:
+    """Step `number` as a flow run of its own, with a task run for every stage."""
+    return run_step(_job.get(), TaskRuns())
+
+
+@task(name="step", task_run_name="step {number}", cache_policy=NO_CACHE)
+def step_task(job: Job, number: int) -> StepRecord:
+    """Step `number` as one task run."""
+    with PlainCalls() as calls:
+        return run_step(job, calls)
+
+
+def tracked_step(job: Job, level: Tracking) -> StepRecord:
+    """Run the next step and tell the server as much of it as `level` says.
+
+    A synchronous subflow ends by joining a heartbeat thread that sleeps for a second; the campaign has a
+    heartbeat of its own, so the step's is switched off.
+    """
+    if level == Tracking.step:
+        return step_task(job, job.state.step)
+    if level == Tracking.tasks:
+        return run_step(job, TaskRuns())
+    token = _job.set(job)
+    try:
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            return step_flow(job.state.step)
+    finally:
+        _job.reset(token)

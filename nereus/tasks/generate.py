@@ -1,0 +1,71 @@
+"""Stage generate: the actor answers the step's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from nereus.data.prompt import Prompt
+from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
+from nereus.emu.cluster import Call
+from nereus.tasks.dealing import run_dealt
+from nereus.tasks.job import Job
+
+GENERATION = "actor.generation"
+
+
+@task(name="generate", cache_policy=NO_CACHE)
+def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
+    """Responses to every prompt: `batch.samples` rows each, prompt after prompt; with ReMax the greedy
+    answers follow, one a prompt.
+
+    Rows are dealt to the units in turn; each row's randomness is keyed by its own id, so the dealing has no
+    influence on what is sampled.
+    """
+    with job.stage("generate"):
+        batch = prompt_batch(
+            prompts, job.config.batch.samples, with_greedy=job.config.algorithm.kind == "remax"
+        )
+        settings = job.config.sampling
+        sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop_token_ids=job.prepared.stop_token_ids,
+            seed=job.config.seed,
+            step=job.state.step,
+        )
+        version = job.state.policy_version
+        parts, order = run_dealt(
+            job,
+            GENERATION,
+            torch.arange(batch.num_rows),
+            lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
+            what="generate",
+        )
+        rollouts: Rollouts = join_rows(parts, order)
+        return rollouts
+
+
+def prompt_batch(prompts: Sequence[Prompt], samples: int, *, with_greedy: bool) -> PromptBatch:
+    """Rows to decode: each prompt `samples` times, then each once greedily if asked.
+
+    Row ids are `sample_id * samples + copy`: unique over the whole run, independent of any layout. A
+    greedy row needs no randomness and carries the prompt's first id.
+    """
+    rows = [(prompt, copy, False) for prompt in prompts for copy in range(samples)]
+    if with_greedy:
+        rows += [(prompt, 0, True) for prompt in prompts]
+    width = max(len(prompt.token_ids) for prompt in prompts)
+    tokens_bs = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, (prompt, _, _) in enumerate(rows):
+        tokens_bs[i, : len(prompt.token_ids)] = torch.tensor(prompt.token_ids)
+    return PromptBatch(
+        tokens_bs=tokens_bs,
+        lens_b=torch.tensor([len(prompt.token_ids) for prompt, _, _ in rows]),
+        sample_ids_b=torch.tensor([prompt.sample_id * samples + copy for prompt, copy, _ in rows]),
+        greedy_b=torch.tensor([greedy for _, _, greedy in rows]),
+    )

@@ -1,0 +1,176 @@
+"""A running campaign's live parts in one place: cluster, model-stages, reward processes, record, logical
+state.
+
+`open_job` starts them and ends them whatever happens. The tasks act on a `Job`; what they pass to one another
+are values.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nereus.config import CampaignConfig
+from nereus.data.order import Cursor
+from nereus.emu.checkpoint.folder import step_folder
+from nereus.emu.cluster import Call, Cluster
+from nereus.emu.layout import Rank
+from nereus.emu.rank_plan import RankPlan
+from nereus.emu.stage import StageSpec
+from nereus.record.listener import Listener, current_listener
+from nereus.record.metrics import MetricsLog
+from nereus.record.step import StepRecord
+from nereus.rewards.function import RewardFunction
+from nereus.rewards.process import reward_process
+from nereus.tasks.prepare import Prepared
+from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
+from nereus.tasks.weight_sync import plan_weight_sync
+
+SYNC_DEADLINE_S = 300.0  # far above any sync; a dead peer is noticed by its connection, much earlier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignState:
+    """The logical state: steps completed, version of the policy, position in the data. No layout is in it."""
+
+    step: int = 0
+    policy_version: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+
+
+@dataclass(kw_only=True)
+class Job:
+    """The live parts of one campaign. Only the campaign's driver changes it, between stages."""
+
+    prepared: Prepared
+    cluster: Cluster
+    stages: Mapping[str, StageSpec]
+    weight_sync: Mapping[Rank, RankPlan] | None
+    reward: RewardFunction | None
+    log: MetricsLog
+    listener: Listener
+    state: CampaignState
+    checkpoint: Path | None = None
+    stage_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def config(self) -> CampaignConfig:
+        """The campaign's configuration."""
+        return self.prepared.config
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return checkpoints_folder(self.config)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint holds the current state."""
+        return self.checkpoint == step_folder(self.checkpoints, self.state.step)
+
+    def begin_step(self) -> None:
+        """Forget the last step's durations."""
+        self.stage_s.clear()
+        self.cluster.take_busy_s()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage and tell the listener when it begins and ends."""
+        self.listener.on_stage(self.state.step, name, None)
+        started = time.perf_counter()
+        yield
+        self.stage_s[name] = time.perf_counter() - started
+        self.listener.on_stage(self.state.step, name, self.stage_s[name])
+
+    def finish_step(self, record: StepRecord) -> None:
+        """Append the record to the log and tell the listener."""
+        self.log.append(record)
+        self.listener.on_step(record)
+
+
+@contextmanager
+def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
+    """Start cluster, model-stages and reward processes, from the start or from the newest checkpoint.
+
+    Raises CheckpointError when `resume` finds no checkpoint or one of another campaign, or when a fresh run
+    would write into the folder of an earlier one.
+    """
+    config = prepared.config
+    checkpoint = find_checkpoint(prepared, resume=resume)
+    control = None if checkpoint is None else checkpoint.control
+    state = CampaignState()
+    if control is not None:
+        cursor = Cursor(epoch=control.epoch, position=control.position)
+        state = CampaignState(step=control.step, policy_version=control.policy_version, cursor=cursor)
+    stages = {spec.name: with_origin(spec, checkpoint) for spec in prepared.stages}
+    stop = threading.Event()
+    listener = current_listener.get()
+    with ExitStack() as stack:
+        log = stack.enter_context(MetricsLog(config.run_folder, first_step=state.step))
+        reward = stack.enter_context(_reward(prepared))
+        listener.on_message(f"starting {config.cluster.gpus} workers")
+        cluster = Cluster.start(
+            address=config.cluster.address,
+            num_workers=config.cluster.gpus,
+            device=device(config),
+            threads=config.cluster.threads,
+            timeout_s=config.cluster.timeout_s,
+            stop=stop,
+        )
+        stack.callback(cluster.close)
+        stack.callback(stop.set)
+        cluster.join()
+        sync = build_stages(cluster, stages)
+        yield Job(
+            prepared=prepared,
+            cluster=cluster,
+            stages=stages,
+            weight_sync=sync,
+            reward=reward,
+            log=log,
+            listener=listener,
+            state=state,
+            checkpoint=None if checkpoint is None else checkpoint.path,
+        )
+
+
+def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank, RankPlan] | None:
+    """Build every model-stage on its workers, hand out the weight-sync plan, and sync once.
+
+    Returns the plan by rank, or None where generation shares the training units' weights.
+    """
+    for spec in stages.values():
+        cluster.run(dict.fromkeys(cluster.ranks, Call("build", (spec,))), what=f"build {spec.name}")
+    training, generation = stages["actor.training"], stages["actor.generation"]
+    if generation.shares is not None:
+        return None
+    plans = plan_weight_sync(training, generation)
+    held = {rank: Call("hold_sync_plan", (training.name, plan)) for rank, plan in plans.items()}
+    cluster.run(held, what="hold the weight sync's plan")
+    cluster.run(sync_calls(plans), what="publish")
+    return plans
+
+
+def sync_calls(ranks: Iterable[Rank]) -> dict[Rank, Call]:
+    """One weight sync on all workers of its plan."""
+    call = Call("sync_weights", ("actor.training", "actor.generation", SYNC_DEADLINE_S))
+    return dict.fromkeys(ranks, call)
+
+
+def device(config: CampaignConfig) -> str:
+    """`cpu` or `cuda`, `auto` resolved by what this machine has."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _reward(prepared: Prepared) -> AbstractContextManager[RewardFunction | None]:
+    """The reward's processes, or nothing where a reward model scores."""
+    reward = prepared.config.reward
+    return nullcontext() if reward.kind == "model" else reward_process(reward)

@@ -1,0 +1,71 @@
+"""Stage learn: the critic and the actor take their optimizer steps over the step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.batch import TrainBatch, TrainMetrics
+from nereus.emu.cluster import Call
+from nereus.emu.layout import Rank
+from nereus.emu.loss import Loss
+from nereus.tasks.job import Job
+from nereus.tasks.micro_batches import cut_batch, deal_rows
+
+
+@task(name="learn", task_run_name="learn {stage}", cache_policy=NO_CACHE)
+def learn(job: Job, stage: str, batch: TrainBatch, loss: Loss, learning_rate: float) -> TrainMetrics:
+    """Take `batch.epochs x batch.mini_batches` optimizer steps; returns their mean metrics.
+
+    Mini-batches are cut in the rows' order, shuffled by the campaign's seed when there is more than one.
+    """
+    with job.stage(f"learn {stage}"):
+        metrics = [
+            _optimizer_step(job, stage, batch.select(rows), loss, learning_rate)
+            for epoch in range(job.config.batch.epochs)
+            for rows in mini_batches(job, batch.batch.num_rows, epoch)
+        ]
+    return mean_metrics(metrics)
+
+
+def mini_batches(job: Job, num_rows: int, epoch: int) -> tuple[torch.Tensor, ...]:
+    """Row indices of every mini-batch of one pass."""
+    num = job.config.batch.mini_batches
+    order = torch.arange(num_rows)
+    if num > 1:
+        seed = (job.config.seed * 1_000_003 + job.state.step) * 1_000_003 + epoch
+        order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed % 2**63))
+    return tuple(torch.tensor_split(order, num))
+
+
+def _optimizer_step(
+    job: Job, stage: str, batch: TrainBatch, loss: Loss, learning_rate: float
+) -> TrainMetrics:
+    spec = job.stages[stage]
+    counts = GlobalCounts.from_mask(batch.mask_bt, max_tokens=job.config.sampling.max_new_tokens)
+    lengths = (batch.batch.prompt_lens_b + batch.batch.response_lens_b).tolist()
+    shares = deal_rows(lengths, num_units=len(spec.units), micro_batch_rows=job.config.batch.micro_batch_rows)
+    calls: dict[Rank, Call] = {}
+    for unit, micros in zip(spec.units, shares, strict=True):
+        parts = job.cluster.share([cut_batch(batch, micro) for micro in micros])
+        call = Call("train_step", (stage, parts, loss, counts, learning_rate))
+        calls |= dict.fromkeys(unit.ranks, call)
+    results = job.cluster.run(calls, what=f"learn {stage}")
+    metrics: TrainMetrics = results[spec.ranks[0]]
+    return metrics
+
+
+def mean_metrics(metrics: Sequence[TrainMetrics]) -> TrainMetrics:
+    """Means over the optimizer steps of one campaign step; seconds are summed."""
+    num = len(metrics)
+    return TrainMetrics(
+        loss=sum(m.loss for m in metrics) / num,
+        gradient_norm=sum(m.gradient_norm for m in metrics) / num,
+        learning_rate=metrics[-1].learning_rate,
+        stats={name: sum(m.stats[name] for m in metrics) / num for name in metrics[0].stats},
+        seconds={name: sum(m.seconds[name] for m in metrics) for name in metrics[0].seconds},
+    )

@@ -1,0 +1,84 @@
+"""Stage observe: from a step's values to its record. Pure but for asking workers for their peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from nereus.emu.batch import Rollouts, TrainMetrics
+from nereus.emu.cluster import Call
+from nereus.record.step import StepRecord
+from nereus.tasks.job import Job
+from nereus.tasks.score import Rewards
+
+
+def observe(
+    job: Job,
+    rollouts: Rollouts,
+    rewards: Rewards,
+    trained: Mapping[str, TrainMetrics],
+    step_s: float,
+) -> StepRecord:
+    """The record of the step that just ended; `job.state` is already the state after it.
+
+    Rewards and lengths are those of the sampled rows; greedy rows of ReMax are left out. The overhead is the
+    step's time in which neither a worker nor the driver worked on a stage: Prefect, Ray, and records.
+    """
+    rows = job.config.rows
+    values_b = rewards.values_b[:rows]
+    present_b = values_b[~values_b.isnan()]
+    lengths_b = rollouts.batch.response_lens_b[:rows].float()
+    prompt_tokens = int(rollouts.batch.prompt_lens_b.sum())
+    response_tokens = int(rollouts.batch.response_lens_b.sum())
+    work_s = dict(job.stage_s) | job.cluster.take_busy_s()
+    actor = trained.get("actor.training")
+    return StepRecord(
+        step=job.state.step - 1,
+        version=rollouts.version,
+        epoch=job.state.cursor.epoch,
+        position=job.state.cursor.position,
+        reward_mean=float(present_b.mean()) if len(present_b) else None,
+        reward_min=float(present_b.min()) if len(present_b) else None,
+        reward_max=float(present_b.max()) if len(present_b) else None,
+        num_missing_rewards=rows - len(present_b),
+        length_mean=float(lengths_b.mean()),
+        length_p95=float(torch.quantile(lengths_b, 0.95)),
+        length_max=int(lengths_b.max()),
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        stage_s=dict(job.stage_s),
+        step_s=step_s,
+        tokens_per_s=(prompt_tokens + response_tokens) / step_s,
+        memory_bytes=peak_memory(job),
+        plan={name: spec.text for name, spec in job.stages.items()},
+        learning_rate=actor.learning_rate if actor else 0.0,
+        stats=_stats(trained) | {f"missing/{reason}": float(n) for reason, n in rewards.missing.items()},
+        overhead_s=max(0.0, step_s - _path_s(work_s)),
+    )
+
+
+CONCURRENT = ("score rewards", "score reference", "score values")
+
+
+def _path_s(work_s: Mapping[str, float]) -> float:
+    """Seconds that the stages take one after the other, concurrent scoring counted by its longest."""
+    alone = sum(seconds for name, seconds in work_s.items() if name not in CONCURRENT)
+    return alone + max((work_s[name] for name in CONCURRENT if name in work_s), default=0.0)
+
+
+def _stats(trained: Mapping[str, TrainMetrics]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for stage, metrics in trained.items():
+        model = stage.split(".")[0]
+        out[f"loss/{model}"] = metrics.loss
+        out[f"gradient_norm/{model}"] = metrics.gradient_norm
+        out |= {f"{name}/{model}": value for name, value in metrics.stats.items()}
+        out |= {f"{name}_s/{model}": value for name, value in metrics.seconds.items()}
+    return out
+
+
+def peak_memory(job: Job) -> dict[str, int]:
+    """Peak bytes of every worker."""
+    calls = dict.fromkeys(job.cluster.ranks, Call("peak_memory_bytes"))
+    return {f"worker {rank}": size for rank, size in job.cluster.run(calls, what="read memory").items()}

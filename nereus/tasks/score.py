@@ -1,0 +1,129 @@
+"""Stage score: rewards, the reference's log-probabilities and the critic's values, each for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from torch import Tensor
+
+from nereus.algorithms.missing import rewards_tensor
+from nereus.data.prompt import Prompt
+from nereus.emu.batch import Rollouts, Scores, TokenBatch, join_rows
+from nereus.emu.cluster import Call
+from nereus.rewards.function import MissingReason, RewardRequest, missing_by_reason
+from nereus.tasks.dealing import run_dealt
+from nereus.tasks.job import Job
+
+REWARD, REFERENCE, CRITIC = "reward.inference", "reference.inference", "critic.training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Float32 `values_b`, NaN where missing, for every row of the rollouts; and why those are missing,
+    counted.
+    """
+
+    values_b: Tensor
+    missing: Mapping[MissingReason, int]
+
+    @property
+    def num_missing(self) -> int:
+        """Rows without a reward."""
+        return int(self.values_b.isnan().sum())
+
+
+@task(name="score rewards", cache_policy=NO_CACHE)
+def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
+    """The reward of every row: by the reward function in its own processes, or by the reward model."""
+    with job.stage("score rewards"):
+        if job.reward is None:
+            return _model_rewards(job, rollouts.batch)
+        return _python_rewards(job, prompts, rollouts)
+
+
+def _python_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
+    assert job.reward is not None, "a reward function was configured"
+    requests = [
+        RewardRequest(
+            prompt=prompt.text,
+            response=job.prepared.tokenizer.decode(ids),
+            response_token_ids=ids,
+            ground_truth=prompt.ground_truth,
+            extra=prompt.extra,
+            sample_id=prompt.sample_id,
+        )
+        for prompt, ids in zip(_prompt_of_rows(job, prompts, rollouts), response_ids(rollouts), strict=True)
+    ]
+    results = job.reward.score(requests)
+    values_b = rewards_tensor([result.value for result in results])
+    return Rewards(values_b=values_b, missing=missing_by_reason(results))
+
+
+def _model_rewards(job: Job, batch: TokenBatch) -> Rewards:
+    """The reward model's judgement of each row, read at its last token."""
+    micro_rows = job.config.batch.micro_batch_rows
+    parts, order = run_dealt(
+        job,
+        REWARD,
+        by_length(batch),
+        lambda rows: Call("rewards", (REWARD, batch.select(rows), micro_rows)),
+        what="score rewards",
+    )
+    return Rewards(values_b=torch.cat(parts)[order], missing={})
+
+
+@task(name="score reference", cache_policy=NO_CACHE)
+def score_reference(job: Job, batch: TokenBatch) -> Tensor:
+    """The reference policy's log-probabilities of the responses; [b, t]."""
+    with job.stage("score reference"):
+        logprobs_bt = score_stage(job, "score reference", REFERENCE, batch).logprobs_bt
+    assert logprobs_bt is not None, "a policy returns log-probabilities"
+    return logprobs_bt
+
+
+@task(name="score values", cache_policy=NO_CACHE)
+def score_values(job: Job, batch: TokenBatch) -> Tensor:
+    """The critic's values at the response's tokens; [b, t]."""
+    with job.stage("score values"):
+        values_bt = score_stage(job, "score values", CRITIC, batch).values_bt
+    assert values_bt is not None, "a critic returns values"
+    return values_bt
+
+
+def score_stage(job: Job, what: str, stage: str, batch: TokenBatch) -> Scores:
+    """Forward passes of one model-stage over all rows, in the batch's order."""
+    micro_rows, temperature = job.config.batch.micro_batch_rows, job.config.sampling.temperature
+    parts, order = run_dealt(
+        job,
+        stage,
+        by_length(batch),
+        lambda rows: Call("score", (stage, batch.select(rows), micro_rows, temperature)),
+        what=what,
+    )
+    scores: Scores = join_rows(parts, order)
+    return scores
+
+
+def by_length(batch: TokenBatch) -> Tensor:
+    """Rows longest first, so that units and micro-batches get rows of like length."""
+    return torch.argsort(batch.prompt_lens_b + batch.response_lens_b, descending=True, stable=True)
+
+
+def response_ids(rollouts: Rollouts) -> list[tuple[int, ...]]:
+    """The token ids of every response, as the engine produced them."""
+    batch = rollouts.batch
+    starts, lengths = batch.prompt_lens_b.tolist(), batch.response_lens_b.tolist()
+    return [
+        tuple(batch.tokens_bs[i, start : start + length].tolist())
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+
+
+def _prompt_of_rows(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Prompt]:
+    """The prompt of every row: `samples` rows a prompt, then the greedy rows, one a prompt."""
+    sampled = [prompt for prompt in prompts for _ in range(job.config.batch.samples)]
+    return sampled + list(prompts)[: rollouts.batch.num_rows - len(sampled)]
