@@ -39,12 +39,12 @@ class RopeTable:
 
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim)
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._cos_pd, self._sin_pd = self._make(256)
 
     def _make(self, num_positions: int) -> tuple[Tensor, Tensor]:
         angles = torch.arange(num_positions).float()[:, None] * self._frequencies
-        return angles.cos().to(self._device, self._dtype), angles.sin().to(self._device, self._dtype)
+        return angles.cos().to(self.device, self.dtype), angles.sin().to(self.device, self.dtype)
 
     def at(self, positions_n: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, 1, d/2] at int64 `positions_n`, all below `num_positions`."""

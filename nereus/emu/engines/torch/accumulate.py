@@ -1,0 +1,77 @@
+"""Forward and backward of all micro-batches of a step, and the sums that the loss reports.
+
+Gradients add up in the arena behind the leaves; losses are shares of the global one, so nothing is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.batch import TrainBatch
+from nereus.emu.engines.torch.forward import Stage, scores_of, through_stage
+from nereus.emu.engines.torch.packing import pack
+from nereus.emu.engines.torch.pipeline import run_pipeline
+from nereus.emu.loss import Loss
+from nereus.emu.unit_groups import UnitGroups
+
+
+def accumulate(
+    stage: Stage,
+    groups: UnitGroups,
+    micro_batches: Sequence[TrainBatch],
+    loss: Loss,
+    counts: GlobalCounts,
+) -> dict[str, Tensor]:
+    """Add the gradients of all micro-batches; returns this unit's sums by name, `loss` among them.
+
+    Collective over the unit. The sums are known to the last stage only; elsewhere the mapping is empty.
+    """
+    device = stage.table.device
+    trimmed = [batch.trimmed() for batch in micro_batches]
+    packed = [pack(batch.batch).to(device) for batch in trimmed]
+    sums: dict[str, Tensor] = {}
+
+    def loss_of(number: int, x_mh: Tensor) -> Tensor:
+        scores = scores_of(
+            stage, packed[number], x_mh, temperature=loss.temperature, entropy=loss.needs_entropy
+        )
+        share, parts = loss(scores, _on(device, trimmed[number]), counts)
+        for name, value in ({"loss": share} | parts).items():
+            sums[name] = sums.get(name, 0.0) + value.detach().double()
+        return share
+
+    if groups.pp is not None:
+        run_pipeline(stage, groups, packed, loss_of)
+        return sums
+    for number, one in enumerate(packed):
+        torch.autograd.backward(loss_of(number, through_stage(stage, one, None)))
+    return sums
+
+
+def total_sums(sums: dict[str, Tensor], groups: UnitGroups, device: torch.device) -> dict[str, float]:
+    """The sums over all units, on every rank: over dp on the last stage, then to the stages before it."""
+    if groups.dp is not None and sums:
+        total = torch.stack(list(sums.values()))
+        dist.all_reduce(total, group=groups.dp)
+        sums = dict(zip(sums, total, strict=True))
+    known = {name: float(value) for name, value in sums.items()}
+    if groups.pp is None:
+        return known
+    carried = [known]
+    dist.broadcast_object_list(carried, group=groups.pp, group_src=groups.layout.pp - 1, device=device)
+    return carried[0]
+
+
+def _on(device: torch.device, batch: TrainBatch) -> TrainBatch:
+    """The batch with the tensors that losses read on the device; its tokens stay where they are."""
+    moved: dict[str, Any] = {
+        f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    return replace(batch, **moved)

@@ -1,0 +1,155 @@
+"""The torch engine: scoring and training of one shard, for Llama, Qwen2 and Qwen3 decoders.
+
+    micro-batches --> forward, backward --> partial gradients --> units --> norm, clip --> AdamW
+                      (1F1B when pp > 1)    kv, tp, tie groups    dp group   unit group    flat arenas
+
+The engine owns its arenas and the groups it was given and no global state; weights are views of the arena, so
+a transaction or a checkpoint that writes into `state` between calls has changed the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
+from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines.torch import optimizer as adam
+from nereus.emu.engines.torch.accumulate import accumulate, total_sums
+from nereus.emu.engines.torch.clock import Clock
+from nereus.emu.engines.torch.forward import Stage
+from nereus.emu.engines.torch.gradients import complete, owned_spans, partial_gradients, squared_norm
+from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.engines.torch.rope import RopeTable
+from nereus.emu.engines.torch.score import score
+from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
+from nereus.emu.layout import Layout, shard
+from nereus.emu.loss import Loss
+from nereus.emu.unit_groups import UnitGroups
+
+
+class TorchEngine:
+    """A ScoreEngine, and with an optimizer a TrainEngine. Weights start as zeros: `fill` them."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layout: Layout,
+        groups: UnitGroups,
+        *,
+        optimizer: AdamW | None,
+        device: torch.device | str = "cpu",
+        recompute: bool = False,
+    ) -> None:
+        spec = decoder_spec(config)
+        mine = shard(spec, layout, groups.rank)
+        dtype = TORCH_DTYPE[config.dtype]
+        kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
+        self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
+        self._config, self._groups, self._optimizer = config, groups, optimizer
+        self._device = torch.device(device)
+        self._state = ShardState.empty(mine, kinds, self._device)
+        self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
+        theta = self._state["theta"]
+        views = covered(theta) if self._grad is None else leaves(theta, self._grad)
+        self._stage = Stage(
+            weights=stage_weights(config, mine, views, groups.tp),
+            table=RopeTable(config.rope, config.head_dim, dtype, self._device),
+            recompute=recompute,
+        )
+        self._partial = partial_gradients(spec, layout, mine)
+        self._owned = owned_spans(spec, layout, mine)
+
+    @property
+    def state(self) -> ShardState:
+        """The shard's arenas; a write into them is at once the model's."""
+        return self._state
+
+    @property
+    def stage(self) -> Stage:
+        """The stage's weights by role, for generation on the same shard."""
+        return self._stage
+
+    @property
+    def grad(self) -> Arena | None:
+        """Gradients of the last step, clipped; None without an optimizer."""
+        return self._grad
+
+    def score(
+        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+    ) -> Scores:
+        """Log-probabilities (or values, for a value head) of the response tokens; rows in order.
+
+        The value of a response token is the critic's estimate before it is produced, read off the same hidden
+        state as its log-probability.
+        """
+        kbt = score(
+            self._stage,
+            self._groups,
+            batch,
+            micro_batch_rows=micro_batch_rows,
+            temperature=temperature,
+            entropy=entropy,
+        )
+        if self._config.head == "value":
+            return Scores(values_bt=kbt[0])
+        return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
+
+    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
+        kbt = score(
+            self._stage,
+            self._groups,
+            batch,
+            micro_batch_rows=micro_batch_rows,
+            temperature=1.0,
+            entropy=False,
+            read="last",
+        )
+        return kbt[0, :, 0]
+
+    def train_step(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
+    ) -> TrainMetrics:
+        """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
+        assert self._grad is not None, "built without an optimizer"
+        assert self._optimizer is not None, "built without an optimizer"
+        clock = Clock(self._device)
+        with clock.phase("forward_backward"):
+            self._grad.flat.zero_()
+            sums = accumulate(self._stage, self._groups, micro_batches, loss, counts)
+        with clock.phase("reduce"):
+            complete(self._grad, self._partial, self._groups)
+            if self._groups.dp is not None:
+                dist.all_reduce(self._grad.flat, group=self._groups.dp)
+            norm = self._gradient_norm(self._grad)
+            stats = total_sums(sums, self._groups, self._device)
+        with clock.phase("optimizer"):
+            adam.clip(self._grad.flat, norm, self._optimizer.max_gradient_norm)
+            self.step_count += 1
+            adam.step(
+                self._state,
+                self._grad.flat,
+                self._optimizer,
+                learning_rate=learning_rate,
+                step_count=self.step_count,
+            )
+        return TrainMetrics(
+            loss=stats.pop("loss"),
+            gradient_norm=norm,
+            learning_rate=learning_rate,
+            stats=stats,
+            seconds=clock.seconds,
+        )
+
+    def _gradient_norm(self, grad: Arena) -> float:
+        """The norm over all logical elements of the model."""
+        total = squared_norm(grad.flat, self._owned)
+        if self._groups.unit is not None:
+            dist.all_reduce(total, group=self._groups.unit)
+        return float(total.sqrt())
