@@ -21,8 +21,8 @@ from nereus.planner.measured import MEASURED_GPUS, all_reduce_table, fitted_kern
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "nereus" / "planner" / "data"
 
-# What no public table holds: shares of bandwidth and host costs that engines show, refined online by calibration.
-ELEMENTWISE = {"elementwise_memory": 0.8, "elementwise_launch_s": 2.0e-6, "decode_step_s": 1.0e-3}
+# What no public table holds: a share of the bandwidth and the launch cost of small kernels inside a layer.
+ELEMENTWISE = {"elementwise_memory": 0.8, "elementwise_launch_s": 2.0e-6}
 CONSERVATIVE = {
     "gemm": {"compute": 0.55, "memory": 0.65, "launch_s": 6e-6, "norm": 2.5, "waves": 0.3},
     "context_attention": {"compute": 0.35, "memory": 0.3, "launch_s": 1.5e-5, "norm": 1.2, "waves": 0.0},
@@ -31,14 +31,20 @@ CONSERVATIVE = {
 }
 
 
+def significant(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")
+
+
 def kernel_tree(kernel: KernelModel) -> dict[str, object]:
     grid = kernel.correction
     assert grid is not None, "a fitted kernel has a correction"
     return {
-        **{
-            name: float(f"{getattr(kernel, name):.4g}")
-            for name in ("compute", "memory", "launch_s", "norm", "waves")
-        },
+        "compute": significant(kernel.compute),
+        "memory": significant(kernel.memory),
+        "launch_s": significant(kernel.launch_s),
+        "norm": significant(kernel.norm),
+        "waves": significant(kernel.waves),
         "correction": {
             "axes": [[round(2.0**knot) for knot in axis] for axis in grid.axes],
             "thousandths": [round(1000 * value) for value in grid.values],
@@ -60,11 +66,9 @@ def main() -> None:
             collectives[name][kind] = {
                 "ranks": table.ranks,
                 "sizes_log2": [round(float(np.log2(size)), 3) for size in table.sizes_bytes],
-                "microseconds": [[float(f"{value * 1e6:.4g}") for value in line] for line in table.seconds],
+                "microseconds": [[significant(value * 1e6) for value in line] for line in table.seconds],
             }
-        print(
-            name, {kind: round((TARGET / "kernels" / f"{name}.json").stat().st_size / 1e3) for kind in ["kB"]}
-        )
+        print(name, (TARGET / "kernels" / f"{name}.json").stat().st_size, "bytes")
     (TARGET / "collectives.json").write_text(json.dumps(collectives) + "\n")
     (TARGET / "kernels" / "conservative.json").write_text(json.dumps(CONSERVATIVE, indent=1) + "\n")
 

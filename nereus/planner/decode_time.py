@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nereus.planner.collective_time import point_to_point_s
-from nereus.planner.kernel_time import builtin_kernels, context_attention_s, decode_attention_s
+from nereus.planner.kernel_time import context_attention_s, decode_attention_s
 from nereus.planner.layer_time import Place, head_forward, layer_forward
 from nereus.planner.profile import LinkClass
 from nereus.planner.shard_size import heads_per_rank
@@ -71,6 +71,7 @@ def attention_s(place: Place, batch: ArrayLike, context: ArrayLike, tp: ArrayLik
         kv,
         place.shape.head_dim,
         element_bytes=place.precision.cache_bytes,
+        weight=place.calibration.correction,
     )
     return time * place.calibration.decode_attention
 
@@ -86,13 +87,8 @@ def decode_step_terms(place: Place, batch: ArrayLike, context: ArrayLike, tp: Ar
         "tensor_parallel": layers * one.tensor_parallel,
         "attention": layers * attention_s(place, batch, context, tp),
         "head": head_forward(place, batch, tp),
-        "host": np.full(np.broadcast(batch, tp).shape, host_step_s(place)),
+        "host": np.full(np.broadcast(batch, tp).shape, place.calibration.decode_step_s),
     }
-
-
-def host_step_s(place: Place) -> float:
-    """Seconds between two decode steps that no kernel accounts for."""
-    return builtin_kernels(place.gpu.kernels).decode_step_s + place.calibration.host_s
 
 
 def prefill_layer_s(place: Place, sequences: ArrayLike, prompt_tokens: ArrayLike, tp: ArrayLike) -> Floats:
@@ -102,7 +98,8 @@ def prefill_layer_s(place: Place, sequences: ArrayLike, prompt_tokens: ArrayLike
     )
     one = layer_forward(place, count * prompt, ranks)
     query, kv = heads_per_rank(place.shape, ranks)
-    attention = context_attention_s(place.gpu, count, prompt, query, kv, place.shape.head_dim)
+    weight = place.calibration.correction
+    attention = context_attention_s(place.gpu, count, prompt, query, kv, place.shape.head_dim, weight=weight)
     attention = attention * place.calibration.context_attention
     return np.asarray(one.gemm + one.elementwise + one.tensor_parallel + attention)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from nereus.planner.candidates import distinct
 from nereus.planner.collective_time import all_reduce_s
 from nereus.planner.decode_time import hop_s
-from nereus.planner.kernel_time import context_attention_s, elementwise_s
+from nereus.planner.kernel_time import context_attention_s, elementwise_s, score_passes_s
 from nereus.planner.layer_time import Place, head_forward, layer_forward
 from nereus.planner.shard_size import heads_per_rank, rank_parameters
 from nereus.planner.workload import Recompute, Workload
@@ -46,6 +47,7 @@ class _Layer:
             "attention": 1 + BACKWARD_ATTENTION + scores,
             "elementwise": 3 + full,
             "tensor_parallel": 2 + full,
+            "host": 3 + full,
         }
         return _Layer(
             terms={name: term * factor[name] for name, term in self.terms.items()},
@@ -55,24 +57,42 @@ class _Layer:
 
 
 def inference_terms(
-    place: Place, workload: Workload, tp: Floats, pp: Floats, dp: Floats
+    place: Place,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    dp: Floats,
+    *,
+    split: Sequence[int] | None = None,
 ) -> dict[str, Floats]:
-    """Seconds by term to score all sequences once, shape [n]."""
+    """Seconds by term to score all sequences once, shape [n]; `split` as for training."""
     share = np.ceil(workload.num_sequences / dp)
     micro = np.minimum(workload.micro_batch, share)
     layer = _forward(place, workload, tp, pp, micro)
-    terms = _pipeline(place, layer, pp, np.ceil(share / micro))
+    terms = _pipeline(place, layer, pp, np.ceil(share / micro), split)
     return {name: term * place.calibration.inference for name, term in terms.items()}
 
 
-def training_terms(place: Place, workload: Workload, tp: Floats, pp: Floats, dp: Floats) -> dict[str, Floats]:
-    """Seconds by term to train on all sequences `num_epochs` times, shape [n]."""
+def training_terms(
+    place: Place,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    dp: Floats,
+    *,
+    split: Sequence[int] | None = None,
+) -> dict[str, Floats]:
+    """Seconds by term to train on all sequences `num_epochs` times, shape [n].
+
+    `split` gives the layers of every pipeline stage for candidates that share one pp; None is the even split.
+    """
     steps = workload.num_mini_batches * workload.num_epochs
     share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
     micro = np.minimum(workload.micro_batch, share)
     forward = _forward(place, workload, tp, pp, micro)
     layer = forward.trained(workload.recompute)
-    terms = {name: steps * term for name, term in _pipeline(place, layer, pp, np.ceil(share / micro)).items()}
+    pipeline = _pipeline(place, layer, pp, np.ceil(share / micro), split)
+    terms = {name: steps * term for name, term in pipeline.items()}
     # The last micro-batch's backward pass in one stage hides the exchange of gradients.
     backward = np.ceil(place.shape.num_layers / pp) * (layer.total - forward.total)
     parameters = rank_parameters(place.shape, tp, pp)
@@ -97,7 +117,10 @@ def _forward(place: Place, workload: Workload, tp: Floats, pp: Floats, sequences
     query, kv = heads_per_rank(place.shape, ranks)
     # Attention's work grows with the squared length; this length gives the batch its true sum of squares.
     length = np.sqrt(prompt**2 + 2 * prompt * response.mean + response.mean_square)
-    attention = context_attention_s(place.gpu, count, length, query, kv, place.shape.head_dim)
+    weight = place.calibration.correction
+    attention = context_attention_s(place.gpu, count, length, query, kv, place.shape.head_dim, weight=weight)
+    if not workload.fused_attention:
+        attention = attention + score_passes_s(place.gpu, count, length, query)
     head = head_forward(place, count * response.mean, ranks)
     return _Layer(
         terms={
@@ -105,20 +128,27 @@ def _forward(place: Place, workload: Workload, tp: Floats, pp: Floats, sequences
             "attention": attention[back] * place.calibration.context_attention,
             "elementwise": one.elementwise[back],
             "tensor_parallel": one.tensor_parallel[back],
+            "host": np.full_like(tp, place.calibration.layer_s),
         },
         head=head[back],
-        hop=hop_s(place, tp, pp, tokens[back]),
+        hop=hop_s(place, tp, pp, tokens[back]) + np.where(pp > 1, place.calibration.hop_s, 0.0),
     )
 
 
-def _pipeline(place: Place, layer: _Layer, pp: Floats, rounds: Floats) -> dict[str, Floats]:
+def _pipeline(
+    place: Place, layer: _Layer, pp: Floats, rounds: Floats, split: Sequence[int] | None
+) -> dict[str, Floats]:
     """Terms of `(rounds - 1) * slowest stage + sum of the stages`, which GPipe and 1F1B share.
 
     The even split puts the remainder first; the last stage carries the head.
     """
     layers = place.shape.num_layers
     once = layers * layer.total + layer.head
-    slowest = np.maximum(np.ceil(layers / pp) * layer.total, np.floor(layers / pp) * layer.total + layer.head)
+    if split is None:
+        most, last = np.ceil(layers / pp), np.floor(layers / pp)
+    else:
+        most, last = np.full_like(pp, max(split)), np.full_like(pp, split[-1])
+    slowest = np.maximum(most * layer.total, last * layer.total + layer.head)
     busy = rounds / pp  # how often a stage's average share of the model runs
     return {
         **{name: layers * term * busy for name, term in layer.terms.items()},

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.planner.candidates import distinct
-from nereus.planner.decode_time import DecodeTable, decode_table, hop_s, host_step_s, prefill_layer_s
+from nereus.planner.decode_time import DecodeTable, decode_table, hop_s, prefill_layer_s
 from nereus.planner.layer_time import Place
 from nereus.planner.lengths import LengthNodes
 from nereus.planner.workload import Workload
@@ -93,7 +93,7 @@ def _add_steps(
         low_s, high_s = part[first + cells, row, low], part[first + cells, row, low + 1]
         return np.asarray(low_s * (1 - share) + high_s * share)
 
-    # A token of every sequence needs pp groups times 1/pp of the layers: the model's layers once, at a group's size.
+    # A token of every sequence takes pp groups through 1/pp of the layers: all layers at a group's size.
     seconds = (
         attention(0) if not queued.any() else (1 - queued) * attention(0) + queued * attention(len(steps))
     )
@@ -103,7 +103,7 @@ def _add_steps(
         "attention": np.asarray((steps * seconds).sum(0)),
         "head": over(table.head),
         "pipeline": np.asarray((steps * pp * hop_s(place, tp, pp, group)).sum(0)),
-        "host": steps.sum(0) * host_step_s(place),
+        "host": steps.sum(0) * place.calibration.decode_step_s,
     }
 
 

@@ -42,12 +42,18 @@ class KernelModel:
     waves: float = 0.0
     correction: Grid | None = None
 
-    def seconds(self, compute_s: Floats, memory_s: Floats, sizes: tuple[Floats, ...]) -> Floats:
-        """Time from the work at peak rates; `sizes` are the coordinates of the correction."""
+    def seconds(
+        self, compute_s: Floats, memory_s: Floats, sizes: tuple[Floats, ...], weight: float = 1.0
+    ) -> Floats:
+        """Time from the work at peak rates; `sizes` are the coordinates of the correction, `weight` its
+        share.
+        """
         q = self.norm
         smooth = ((compute_s / self.compute) ** q + (memory_s / self.memory) ** q) ** (1 / q)
         total = self.launch_s + smooth
-        return np.asarray(total if self.correction is None else total * np.exp(self.correction(*sizes)))
+        if self.correction is None or weight == 0:
+            return np.asarray(total)
+        return np.asarray(total * np.exp(weight * self.correction(*sizes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,7 @@ class KernelTable:
     """The kernel classes of one GPU kind.
 
     `elementwise_memory` is a share of the memory bandwidth, `elementwise_launch_s` the cost of one small
-    kernel inside a layer, `decode_step_s` the host's work between two decode steps.
+    kernel inside a layer.
     """
 
     gemm: KernelModel
@@ -63,7 +69,6 @@ class KernelTable:
     decode_attention: KernelModel
     elementwise_memory: float
     elementwise_launch_s: float
-    decode_step_s: float
 
 
 def table_from_tree(tree: Mapping[str, Any]) -> KernelTable:
@@ -79,7 +84,6 @@ def table_from_tree(tree: Mapping[str, Any]) -> KernelTable:
         **kernels,
         elementwise_memory=float(tree["elementwise_memory"]),
         elementwise_launch_s=float(tree["elementwise_launch_s"]),
-        decode_step_s=float(tree["decode_step_s"]),
     )
 
 
@@ -123,13 +127,18 @@ def gemm_s(
     *,
     element_bytes: float = 2,
     speed: float = 1,
+    weight: float = 1,
     model: KernelModel | None = None,
 ) -> Floats:
-    """Seconds of an [m,k] x [k,n] product; arguments broadcast. `model` replaces the built-in constants."""
+    """Seconds of an [m,k] x [k,n] product; arguments broadcast. `model` replaces the built-in constants.
+
+    `element_bytes` and `speed` describe 8-bit inputs (1, 2); `weight` is the share of the correction that
+    counts.
+    """
     kernel = builtin_kernels(gpu.kernels).gemm if model is None else model
     sizes = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in (m, n, k)))
     work = gemm_work(gpu, *sizes, waves=kernel.waves, element_bytes=element_bytes, speed=speed)
-    return kernel.seconds(*work, tuple(sizes))
+    return kernel.seconds(*work, tuple(sizes), weight)
 
 
 def context_attention_work(
@@ -151,6 +160,7 @@ def context_attention_s(
     kv_heads: ArrayLike,
     head_dim: int,
     *,
+    weight: float = 1,
     model: KernelModel | None = None,
 ) -> Floats:
     """Seconds of causal self-attention over `sequences` sequences of `tokens` tokens; arguments broadcast."""
@@ -159,7 +169,7 @@ def context_attention_s(
         *(np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads, kv_heads))
     )
     work = context_attention_work(gpu, count, length, query, kv, head_dim)
-    return kernel.seconds(*work, (count * query, length, query / kv))
+    return kernel.seconds(*work, (count * query, length, query / kv), weight)
 
 
 def decode_attention_work(
@@ -186,6 +196,7 @@ def decode_attention_s(
     head_dim: int,
     *,
     element_bytes: float = 2,
+    weight: float = 1,
     model: KernelModel | None = None,
 ) -> Floats:
     """Seconds to attend one new token of every sequence to its `tokens` cached ones; arguments broadcast."""
@@ -194,7 +205,7 @@ def decode_attention_s(
         *(np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads, kv_heads))
     )
     work = decode_attention_work(gpu, count, length, query, kv, head_dim, element_bytes)
-    return kernel.seconds(*work, (count * kv, length, query / kv))
+    return kernel.seconds(*work, (count * kv, length, query / kv), weight)
 
 
 def elementwise_s(gpu: GpuProfile, moved_bytes: ArrayLike, num_kernels: int) -> Floats:
@@ -202,3 +213,14 @@ def elementwise_s(gpu: GpuProfile, moved_bytes: ArrayLike, num_kernels: int) -> 
     table = builtin_kernels(gpu.kernels)
     read = np.asarray(moved_bytes, dtype=np.float64) / (gpu.memory_bandwidth_Bps * table.elementwise_memory)
     return np.asarray(num_kernels * table.elementwise_launch_s + read)
+
+
+def score_passes_s(
+    gpu: GpuProfile, sequences: ArrayLike, tokens: ArrayLike, heads: ArrayLike, *, num_passes: int = 8
+) -> Floats:
+    """Seconds of the passes over the [heads, tokens, tokens] scores that attention without fusion makes.
+
+    Product, scale, mask, soft-max, dropout read and write 16-bit scores about eight times in a forward pass.
+    """
+    count, length, query = (np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads))
+    return elementwise_s(gpu, 2.0 * num_passes * count * query * length**2, num_passes // 2)

@@ -73,20 +73,27 @@ def layer_forward(place: Place, tokens: ArrayLike, tp: ArrayLike, *, captured: b
 
     `captured`: the layer runs inside a captured graph, as a decode step does.
     """
-    shape, precision = place.shape, place.precision
+    shape, precision, calibration = place.shape, place.precision, place.calibration
     m, ranks = np.broadcast_arrays(np.asarray(tokens, dtype=np.float64), np.asarray(tp, dtype=np.float64))
     query, kv = heads_per_rank(shape, ranks)
     h, d, f = shape.hidden_size, shape.head_dim, np.ceil(shape.intermediate_size / ranks)
 
     def product(n: Floats | int, k: Floats | int) -> Floats:
-        return gemm_s(place.gpu, m, n, k, element_bytes=precision.weight_bytes, speed=precision.speed)
+        return gemm_s(
+            place.gpu,
+            m,
+            n,
+            k,
+            element_bytes=precision.weight_bytes,
+            speed=precision.speed,
+            weight=calibration.correction,
+        )
 
     gemm = product((query + 2 * kv) * d, h) + product(h, query * d) + product(2 * f, h) + product(h, f)
     # Norms and residuals read and write the hidden state, rope the heads, the activation gate, up and result.
     moved = precision.activation_bytes * m * (8 * h + 2 * (query + 2 * kv) * d + 3 * f)
     size = precision.activation_bytes * m * h
     up, out = all_reduce_s(place.cluster, place.gpu_kind, size, ranks, 1, captured=captured)
-    calibration = place.calibration
     return LayerTime(
         gemm=gemm * calibration.gemm,
         elementwise=elementwise_s(place.gpu, moved, _SMALL_KERNELS) * calibration.elementwise,
@@ -100,5 +107,6 @@ def head_forward(place: Place, tokens: ArrayLike, tp: ArrayLike) -> Floats:
     if place.shape.head == "value":
         return np.zeros_like(m)
     columns = np.ceil(place.shape.vocab_size / ranks)
-    product = gemm_s(place.gpu, m, columns, place.shape.hidden_size) * place.calibration.gemm
+    weight = place.calibration.correction
+    product = gemm_s(place.gpu, m, columns, place.shape.hidden_size, weight=weight) * place.calibration.gemm
     return np.asarray(product + elementwise_s(place.gpu, 10 * m * columns, 2) * place.calibration.elementwise)

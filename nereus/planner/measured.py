@@ -84,18 +84,17 @@ def read_attention(folder: Path, gpu: MeasuredGpu, *, decode: bool) -> dict[str,
 def read_all_reduce(folder: Path, gpu: MeasuredGpu, *, captured: bool) -> dict[str, Floats]:
     """Columns ranks, bytes, seconds; sizes in the files are elements of two bytes.
 
-    Captured: the faster of the engine's own kernel in a graph and the library call, as an engine chooses.
+    Captured: the engine's own kernel inside a graph; it hands large messages to the library itself.
     """
-    library = read_columns(
-        folder / f"{gpu.system}_nccl{gpu.nccl}_half.csv.gz", lambda row: row["op_name"] == "all_reduce"
-    )
-    rows = {
-        "ranks": library["num_gpus"],
-        "bytes": library["message_elems_half"] * 2,
-        "seconds": library["latency_ms"] * 1e-3,
-    }
     if not captured:
-        return rows
+        library = read_columns(
+            folder / f"{gpu.system}_nccl{gpu.nccl}_half.csv.gz", lambda row: row["op_name"] == "all_reduce"
+        )
+        return {
+            "ranks": library["num_gpus"],
+            "bytes": library["message_elems_half"] * 2,
+            "seconds": library["latency_ms"] * 1e-3,
+        }
     own = read_columns(
         folder / f"{gpu.system}_vllm_custom_allreduce_bf16.csv.gz", lambda row: row["backend"] == "vllm_graph"
     )

@@ -113,7 +113,9 @@ class Workload:
     `grad_bytes` is the size of one gradient element (2 or 4); `num_mini_batches` is the number of
     optimizer steps an epoch is cut into; `max_resident` caps how many sequences a generation unit holds
     at once (None: all of its share), which is the knob that trades KV memory for time;
-    `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch).
+    `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
+    `fused_attention` False: the training engine materialises the scores; `old_logprobs`: the training engine
+    scores the responses once more before it trains.
     """
 
     algorithm: Algorithm
@@ -131,6 +133,7 @@ class Workload:
     num_mini_batches: int = 1
     grad_bytes: int = 4
     old_logprobs: bool = True
+    fused_attention: bool = True
     logits_chunk_tokens: int | None = 2048
 
     def __post_init__(self) -> None:
