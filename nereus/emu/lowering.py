@@ -1,0 +1,341 @@
+"""From a reshard plan to one rank's rounds: streams, buckets, messages.
+
+Routes of one path form a *stream*. A stream's regions are dealt in order into buckets; bucket k travels hop h
+in turn k + h, so that a relay passes on each bucket while the next one arrives. All that decides buckets and
+turns is computed from the plan alone, alike at every rank, so ends never negotiate.
+
+Where a rank has more peers than a group call may have operations, streams are dealt into *waves*, each within
+the cap, that run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from nereus.emu.layout import Rank, Shard, shard
+from nereus.emu.partition import cell_rows
+from nereus.emu.rank_plan import Chunk, LocalCopy, Message, Mode, RankPlan, Round, Side, Transfer
+from nereus.emu.regions import Part, Seat, parts_of, region_of, rows_of
+from nereus.emu.sources import Route
+from nereus.emu.unit import Unit
+from nereus.errors import InvalidOperation, explain
+
+if TYPE_CHECKING:
+    from nereus.emu.reshard import ReshardPlan
+
+RELAY_BUCKETS = 8  # a chain fills its pipeline in an eighth of the transfer or less
+MIN_RELAY_BUCKET_BYTES = 1 << 20
+_WAVE_SHIFT, _CHUNK_SHIFT = 24, 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Routes of one path, the wave they travel in, and the bytes of a bucket."""
+
+    path: tuple[Rank, ...]
+    routes: tuple[Route, ...]
+    wave: int
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """All streams, sorted by path, and what they have in common.
+
+    `message_operations` is the share of the operation cap that one message may use; `fill_bytes` pass the
+    longest chain before its last receiver gets its first bucket.
+    """
+
+    items: tuple[Stream, ...]
+    by_rank: dict[Rank, tuple[int, ...]]
+    message_operations: int
+    num_rounds: int
+    fill_bytes: int
+
+
+def streams(plan: ReshardPlan) -> Streams:
+    """Group the routes by path and share out the operation cap."""
+    by_path: dict[tuple[Rank, ...], list[Route]] = defaultdict(list)
+    for route in plan.routes:
+        by_path[route.path].append(route)
+    cap = plan.limits.operation_cap
+    used: list[Counter[Rank]] = []
+    items: list[Stream] = []
+    for path, routes in sorted(by_path.items()):
+        ends = Counter(rank for hop in pairwise(path) for rank in hop)
+        fits = (all(taken[r] + n <= cap for r, n in ends.items()) for taken in used)
+        wave = next((number for number, fit in enumerate(fits) if fit), len(used))
+        if wave == len(used):
+            used.append(Counter())
+        used[wave].update(ends)
+        size = sum(route.num_elements for route in routes) * plan.wire_bytes_per_element
+        items.append(
+            Stream(path=path, routes=tuple(routes), wave=wave, bucket_bytes=_bucket(plan, path, size))
+        )
+    busiest = max((n for taken in used for n in taken.values()), default=1)
+    mine: dict[Rank, list[int]] = defaultdict(list)
+    for index, stream in enumerate(items):
+        for rank in stream.path:
+            mine[rank].append(index)
+    return Streams(
+        items=tuple(items),
+        by_rank={rank: tuple(indices) for rank, indices in mine.items()},
+        message_operations=cap // busiest,
+        num_rounds=_num_rounds(plan, items, len(used)),
+        fill_bytes=max((s.bucket_bytes * (len(s.path) - 2) for s in items), default=0),
+    )
+
+
+def _bucket(plan: ReshardPlan, path: tuple[Rank, ...], size: int) -> int:
+    cap = plan.limits.bucket_bytes
+    if len(path) == 2:
+        return cap
+    return min(cap, max(MIN_RELAY_BUCKET_BYTES, -(-size // (RELAY_BUCKETS * (len(path) - 2)))))
+
+
+def _num_rounds(plan: ReshardPlan, items: list[Stream], num_waves: int) -> int:
+    """About how many group calls the exchange takes: the longest stream of every wave."""
+    longest = [0] * num_waves
+    for stream in items:
+        size = sum(route.num_elements for route in stream.routes) * plan.wire_bytes_per_element
+        turns = -(-size // stream.bucket_bytes) + len(stream.path) - 2
+        longest[stream.wave] = max(longest[stream.wave], turns)
+    return sum(longest)
+
+
+def _seat(unit: Unit | None, rank: Rank) -> Seat:
+    assert unit is not None, f"I8: rank {rank} holds no shard on this side"
+    return unit.layout.tp, unit.layout.position(rank).tp
+
+
+def _seats(plan: ReshardPlan, path: tuple[Rank, ...]) -> tuple[Seat, ...]:
+    source = _seat(plan.old_unit(path[0]), path[0])
+    return (source, *(_seat(plan.new_unit(rank), rank) for rank in path[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """What one stream sends in one turn of one chunk."""
+
+    chunk: int
+    turn: int
+    parts: tuple[Part, ...]
+
+
+def _buckets(plan: ReshardPlan, stream: Stream, seats: tuple[Seat, ...], mode: Mode) -> Iterator[_Bucket]:
+    """Deal the stream's parts into buckets by size alone, so that all hops agree."""
+    by_chunk: dict[int, list[Part]] = defaultdict(list)
+    for route in stream.routes:
+        for part in parts_of(plan.partition, route.blocks, route.share, seats):
+            by_chunk[_chunk_of(plan, part, mode)].append(part)
+    for chunk, parts in sorted(by_chunk.items()):
+        for turn, bucket in enumerate(_deal(plan, stream, parts)):
+            yield _Bucket(chunk, turn, tuple(bucket))
+
+
+def _chunk_of(plan: ReshardPlan, part: Part, mode: Mode) -> int:
+    if mode == "shadow":
+        return 0
+    return plan.partition.classes[part.kind].chunk(part.instance, plan.model.num_layers)
+
+
+def _deal(plan: ReshardPlan, stream: Stream, parts: Iterable[Part]) -> Iterator[list[Part]]:
+    width, budget = plan.wire_bytes_per_element, plan.streams.message_operations
+    bucket: list[Part] = []
+    size, operations = 0, 1
+    for part in _no_larger(parts, stream.bucket_bytes // width):
+        elements = part.num_elements
+        cost = sum(elements * move.wire_bytes >= plan.limits.direct_bytes for move in plan.moves)
+        cost = cost if _direct_allowed(plan) else 0
+        if bucket and (size + elements * width > stream.bucket_bytes or operations + cost > budget):
+            yield bucket
+            bucket, size, operations = [], 0, 1
+        bucket.append(part)
+        size += elements * width
+        operations += cost
+    if bucket:
+        yield bucket
+
+
+def _direct_allowed(plan: ReshardPlan) -> bool:
+    """Whether a message may spend an operation on every kind of a region besides the packed one."""
+    return plan.streams.message_operations > len(plan.moves)
+
+
+def _no_larger(parts: Iterable[Part], limit: int) -> Iterator[Part]:
+    """Cut parts above `limit` elements between rows; a single row is never cut."""
+    for part in parts:
+        if part.num_elements <= limit:
+            yield part
+            continue
+        rows = cell_rows(part.box)
+        step = max(1, limit * rows // part.num_elements)
+        for lo in range(0, rows, step):
+            box = rows_of(part.box, lo, min(rows, lo + step)) if rows > 1 else part.box
+            yield Part(part.kind, part.instance, part.slot, box)
+
+
+def rank_plan(plan: ReshardPlan, rank: Rank, mode: Mode) -> RankPlan:
+    """Lower the plan for one rank. See `ReshardPlan.rank_plan`."""
+    if mode == "bounded":
+        _refuse_bounded(plan)
+    old, new = plan.old_unit(rank), plan.new_unit(rank)
+    turns = _turns(plan, rank, mode)
+    copies = _copies(plan, rank, mode)
+    allocates = _names(plan, new, rank, mode) if new is not None and new != old else {}
+    frees = _names(plan, old, rank, mode) if old is not None and old != new and mode == "bounded" else {}
+    chunks = tuple(
+        Chunk(
+            allocates=allocates.get(chunk, ()),
+            copies=tuple(copies.get(chunk, ())),
+            rounds=tuple(turns.get(chunk, ())),
+            frees=frees.get(chunk, ()),
+        )
+        for chunk in sorted({*turns, *copies, *allocates, *frees})
+    )
+    ranks = tuple(sorted(plan.streams.by_rank))
+    return RankPlan(rank=rank, ranks=ranks, digest=plan.digest, mode=mode, old=old, new=new, chunks=chunks)
+
+
+def _turns(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[Round]]:
+    """The rank's rounds by chunk. Messages of a round and peer are joined up to the bucket cap."""
+    sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for index in plan.streams.by_rank.get(rank, ()):
+        stream = plan.streams.items[index]
+        seats = _seats(plan, stream.path)
+        at = stream.path.index(rank)
+        for bucket in _buckets(plan, stream, seats, mode):
+            number = (bucket.chunk << _CHUNK_SHIFT) + (stream.wave << _WAVE_SHIFT) + bucket.turn
+            if at > 0:
+                message = _message(plan, bucket, stream.path, seats, hop=at - 1, sending=False)
+                _join(plan, receives[bucket.chunk, number + at - 1], message)
+            if at < len(stream.path) - 1:
+                message = _message(plan, bucket, stream.path, seats, hop=at, sending=True)
+                _join(plan, sends[bucket.chunk, number + at], message)
+    out: dict[int, list[Round]] = defaultdict(list)
+    for chunk, number in sorted({*sends, *receives}):
+        key = chunk, number
+        out[chunk].append(
+            Round(number=number, sends=tuple(sends.get(key, ())), receives=tuple(receives.get(key, ())))
+        )
+    return out
+
+
+def _join(plan: ReshardPlan, messages: list[Message], message: Message) -> None:
+    """Add a message, joined to the last one to the same peer where the cap allows."""
+    for index in range(len(messages) - 1, -1, -1):
+        last = messages[index]
+        if last.peer != message.peer:
+            continue
+        if last.num_bytes + message.num_bytes <= plan.limits.bucket_bytes:
+            packed = _widest_first((*last.packed, *message.packed))
+            messages[index] = Message(peer=last.peer, direct=last.direct + message.direct, packed=packed)
+            return
+        break
+    messages.append(message)
+
+
+def _widest_first(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    return tuple(sorted(transfers, key=lambda transfer: -transfer.move.wire_bytes))
+
+
+def _message(
+    plan: ReshardPlan,
+    bucket: _Bucket,
+    path: tuple[Rank, ...],
+    seats: tuple[Seat, ...],
+    *,
+    hop: int,
+    sending: bool,
+) -> Message:
+    """The message of one hop as its sender or its receiver sees it.
+
+    A transfer is direct when it is large and at least one end can use its live storage for it; then the
+    other end stages that one region, which still saves one of the two copies of packing.
+    """
+    source_side: Side = "old" if hop == 0 else "new"
+    direct: list[Transfer] = []
+    packed: list[Transfer] = []
+    for part in bucket.parts:
+        source = region_of(plan.partition, part, seats[hop], source_side)
+        target = region_of(plan.partition, part, seats[hop + 1], "new")
+        for move in plan.moves:
+            ends = Transfer(region=source, move=move), Transfer(region=target, move=move)
+            large = ends[0].num_bytes >= plan.limits.direct_bytes and _direct_allowed(plan)
+            live = ends[0].zero_copy or ends[1].zero_copy
+            (direct if large and live else packed).append(ends[0] if sending else ends[1])
+    peer = path[hop + 1] if sending else path[hop]
+    return Message(peer=peer, direct=tuple(direct), packed=_widest_first(packed))
+
+
+def _copies(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[LocalCopy]]:
+    old, new = plan.old_unit(rank), plan.new_unit(rank)
+    if old is None or new is None or old == new:
+        return {}
+    seats = _seat(old, rank), _seat(new, rank)
+    out: dict[int, list[LocalCopy]] = defaultdict(list)
+    for part in parts_of(plan.partition, plan.local_blocks(rank), None, seats):
+        source = region_of(plan.partition, part, seats[0], "old")
+        target = region_of(plan.partition, part, seats[1], "new")
+        out[_chunk_of(plan, part, mode)] += [
+            LocalCopy(source=source, target=target, move=move) for move in plan.moves
+        ]
+    return out
+
+
+def _names(plan: ReshardPlan, unit: Unit, rank: Rank, mode: Mode) -> dict[int, tuple[str, ...]]:
+    """The physical tensors of the rank's shard by chunk, in storage order."""
+    held = shard(plan.model, unit.layout, rank)
+    if mode == "shadow":
+        return {0: tuple(tensor.name for tensor in held.tensors)}
+    chunk_of = {
+        name: kind.chunk(instance, plan.model.num_layers)
+        for kind in plan.partition.classes
+        for instance, names in enumerate(kind.physical)
+        for name in names.values()
+    }
+    out: dict[int, tuple[str, ...]] = {}
+    for tensor in held.tensors:
+        chunk = chunk_of[tensor.name]
+        out[chunk] = (*out.get(chunk, ()), tensor.name)
+    return out
+
+
+def _refuse_bounded(plan: ReshardPlan) -> None:
+    if len(plan.old) - len({unit.id for unit in plan.old if unit.ranks & plan.lost}) < 2:
+        raise InvalidOperation(
+            explain(
+                "cannot move the state in bounded mode",
+                values=f"{len(plan.old)} old units, lost ranks {sorted(plan.lost)}",
+                rule="bounded mode frees old storage before the commit, so a second replica must survive",
+                remedy="use shadow mode, or checkpoint first and restore on failure",
+            )
+        )
+
+
+def peak_bytes(plan: ReshardPlan, mine: RankPlan) -> int:
+    """Old and new storage that coexist, chunk by chunk, and the staging of two rounds."""
+    old = _stored(plan, mine.old, mine.rank)
+    new = _stored(plan, mine.new, mine.rank)
+    if mine.old == mine.new:
+        return sum(old.values()) + mine.staging_bytes
+    held = sum(old.values())
+    peak = held
+    for chunk in mine.chunks:
+        held += sum(new[name] for name in chunk.allocates)
+        peak = max(peak, held)
+        held -= sum(old[name] for name in chunk.frees)
+    return peak + mine.staging_bytes
+
+
+def _stored(plan: ReshardPlan, unit: Unit | None, rank: Rank) -> dict[str, int]:
+    if unit is None:
+        return {}
+    held: Shard = shard(plan.model, unit.layout, rank)
+    return {tensor.name: prod(tensor.shape) * unit.bytes_per_element for tensor in held.tensors}

@@ -1,0 +1,165 @@
+"""From blocks to regions: the boxes that travel along a route, and where each end stores them.
+
+Geometry is found once on the exemplar of a class and renamed for every instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+from nereus.emu.layout import Position, shard_at
+from nereus.emu.partition import Block, Cell, Partition, cell_rows, pieces_at
+from nereus.emu.rank_plan import Region, Side
+from nereus.emu.tensor import Box, ModelSpec, box_size
+
+Seat = tuple[int, int]  # (tp, position on the tensor-parallel axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of tensor `slot` of one instance of a class."""
+
+    kind: int
+    instance: int
+    slot: int
+    box: Box
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the part."""
+        return box_size(self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a seat stores a box of the exemplar: `piece` numbers the piece of the tensor that contains it."""
+
+    piece: int
+    physical: str
+    box: Box
+    contiguous: bool
+
+
+@lru_cache(maxsize=1024)
+def _shapes(exemplar: ModelSpec, tp: int, position: int) -> dict[str, tuple[int, ...]]:
+    held = shard_at(exemplar, tp, (1,), Position(pp=0, tp=position))
+    return {tensor.name: tensor.shape for tensor in held.tensors}
+
+
+def is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box of a row-major tensor is one run of memory."""
+    whole = True
+    for (lo, hi), size in zip(reversed(box), reversed(shape), strict=True):
+        if not whole and hi - lo > 1:
+            return False
+        whole = whole and hi - lo == size
+    return True
+
+
+@lru_cache(maxsize=65536)
+def stored_at(exemplar: ModelSpec, name: str, box: Box, seat: Seat) -> Stored:
+    """Where a seat stores a box that it holds entirely within one piece."""
+    for number, piece in enumerate(pieces_at(exemplar, *seat).get(name, ())):
+        if all(a <= lo and hi <= b for (a, b), (lo, hi) in zip(piece.box, box, strict=True)):
+            inner = tuple(
+                (start + lo - a, start + hi - a)
+                for (start, _), (a, _), (lo, hi) in zip(piece.stored, piece.box, box, strict=True)
+            )
+            shape = _shapes(exemplar, *seat)[piece.physical]
+            return Stored(number, piece.physical, inner, is_contiguous(inner, shape))
+    raise AssertionError(f"I8: {name}{list(box)} is no part of a piece at tp={seat[0]} position {seat[1]}")
+
+
+def region_of(part: Partition, piece: Part, seat: Seat, side: Side) -> Region:
+    """The region as the end at `seat` sees it."""
+    kind = part.classes[piece.kind]
+    name = kind.exemplar.tensors[piece.slot].name
+    stored = stored_at(kind.exemplar, name, piece.box, seat)
+    return Region(
+        logical=kind.names[piece.instance][piece.slot],
+        box=piece.box,
+        side=side,
+        physical=kind.physical[piece.instance][stored.physical],
+        stored=stored.box,
+        contiguous=stored.contiguous,
+    )
+
+
+def parts_of(
+    part: Partition, blocks: Sequence[int], share: tuple[int, int] | None, seats: tuple[Seat, ...]
+) -> Iterator[Part]:
+    """The parts of a share [lo, hi) of blocks laid end to end, joined where every seat stores them as one.
+
+    `share` must start and end where `Block.snap` allows; None takes the blocks whole.
+    """
+    start = 0
+    for number in blocks:
+        block = part.blocks[number]
+        size = int(part.num_elements[number])
+        lo, hi = (0, size) if share is None else (max(0, share[0] - start), min(size, share[1] - start))
+        if lo < hi:
+            yield from _block_parts(part, block, lo, hi, seats)
+        start += size
+
+
+def _block_parts(part: Partition, block: Block, lo: int, hi: int, seats: tuple[Seat, ...]) -> Iterator[Part]:
+    exemplar = part.classes[block.kind].exemplar
+    each = sum(box_size(cell.box) for cell in block.cells)
+    for index, instance in enumerate(block.instances):
+        a, b = max(0, lo - index * each), min(each, hi - index * each)
+        if a >= b:
+            continue
+        cells = block.cells if b - a == each else _clip(block.cells, a, b)
+        for cell in _joined(exemplar, cells, seats):
+            yield Part(block.kind, instance, cell.slot, cell.box)
+
+
+def _clip(cells: tuple[Cell, ...], lo: int, hi: int) -> tuple[Cell, ...]:
+    """The rows of cells laid end to end between elements lo and hi, which lie between rows."""
+    out: list[Cell] = []
+    start = 0
+    for cell in cells:
+        size = box_size(cell.box)
+        row = size // cell_rows(cell.box)
+        a, b = max(0, lo - start) // row, min(size, hi - start) // row
+        if a < b:
+            out.append(Cell(cell.slot, rows_of(cell.box, a, b)))
+        start += size
+    return tuple(out)
+
+
+def rows_of(box: Box, lo: int, hi: int) -> Box:
+    """Rows [lo, hi) of a box, counted along its first dimension of more than one."""
+    at = next((dim for dim, (a, b) in enumerate(box) if b - a > 1), None)
+    return tuple((a + lo, a + hi) if dim == at else (a, b) for dim, (a, b) in enumerate(box))
+
+
+@lru_cache(maxsize=4096)
+def _joined(exemplar: ModelSpec, cells: tuple[Cell, ...], seats: tuple[Seat, ...]) -> tuple[Cell, ...]:
+    """Neighbouring cells joined along one dimension where each seat stores both in one piece."""
+    out: list[Cell] = []
+    for slot, group in groupby(cells, key=lambda cell: cell.slot):
+        name = exemplar.tensors[slot].name
+        last: Cell | None = None
+        pieces: list[int] = []
+        for cell in group:
+            mine = [stored_at(exemplar, name, cell.box, seat).piece for seat in seats]
+            union = _union(last.box, cell.box) if last is not None and mine == pieces else None
+            if union is not None:
+                out[-1] = last = Cell(slot, union)
+            else:
+                out.append(cell)
+                last, pieces = cell, mine
+    return tuple(out)
+
+
+def _union(a: Box, b: Box) -> Box | None:
+    """The box of two boxes that meet along exactly one dimension, else None."""
+    differ = [dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if len(differ) != 1 or a[differ[0]][1] != b[differ[0]][0]:
+        return None
+    at = differ[0]
+    return tuple((x[0], b[dim][1]) if dim == at else x for dim, x in enumerate(a))
