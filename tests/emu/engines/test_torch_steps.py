@@ -1,0 +1,140 @@
+"""A training step keeps its promises whatever the cut: micro-batches, units, masks, precision, moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.batch import TrainBatch
+from nereus.emu.unit_groups import UnitGroups
+from tests.emu.engines import torch_cases as cases
+from tests.emu.engines.torch_cases import LLAMA, QWEN2, QWEN3, Case, Pool, TokenLoss, make_batch
+
+BATCH = make_batch()
+COUNTS = GlobalCounts.from_mask(BATCH.mask_bt)
+LOSS = TokenLoss(temperature=0.8, entropy=0.01)
+
+
+def gradients(pool: Pool, case: Case, micro_batches: list[list[TrainBatch]]) -> dict[str, Tensor]:
+    """Logical gradients of one step; all holders, of all units, agree bit for bit."""
+    results = pool.run(case, cases.train, micro_batches, LOSS, COUNTS, 1)
+    assert len({result.metrics[0].loss for result in results}) == 1
+    assert len({result.metrics[0].gradient_norm for result in results}) == 1
+    cases.assemble(case.config, [result.weights for result in results])
+    return cases.assemble(case.config, [result.grads for result in results])
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal up to the order of float32 sums: some ten roundings of the largest element."""
+    for name in expected:
+        scale = float(expected[name].abs().max())
+        assert float((found[name] - expected[name]).abs().max()) <= 2e-6 * scale + 1e-9, name
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_any_split_into_micro_batches_gives_the_same_gradient(pool: Pool, pp: int) -> None:
+    case = Case(config=QWEN2, pp=pp)
+    whole = gradients(pool, case, [[BATCH]])
+    for sizes in ((3, 2, 2), (1,) * 7, (6, 1)):
+        assert_equal(gradients(pool, case, [cases.split(BATCH, sizes)]), whole)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_two_units_give_the_gradient_of_one(pool: Pool, tp: int, pp: int) -> None:
+    case = Case(config=QWEN2, tp=tp, pp=pp)
+    one = gradients(pool, case, [cases.split(BATCH, (4, 3))])
+    left, right = cases.split(BATCH, (4, 3))
+    parts = [cases.split(left, (2, 2)), cases.split(right, (2, 1))]
+    assert_equal(gradients(pool, replace(case, units=2), parts), one)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_a_micro_batch_without_a_counted_token_contributes_nothing(pool: Pool, tp: int, pp: int) -> None:
+    case = Case(config=LLAMA, tp=tp, pp=pp)
+    masked = replace(make_batch(seed=5), mask_bt=torch.zeros_like(make_batch(seed=5).mask_bt))
+    empty = BATCH.select([1])
+    assert int(empty.batch.response_lens_b) == 0
+    expected = gradients(pool, case, [[BATCH]])
+    found = gradients(pool, case, [[masked, BATCH, empty]])
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_a_unit_of_padding_alone_changes_nothing(pool: Pool) -> None:
+    case = Case(config=QWEN3, units=2)
+    padding = BATCH.select([0, 0])
+    padding = replace(padding, mask_bt=torch.zeros_like(padding.mask_bt))
+    alone = gradients(pool, replace(case, units=1), [[BATCH]])
+    beside = gradients(pool, case, [[BATCH], [padding]])
+    for name in alone:
+        assert torch.equal(beside[name], alone[name]), name
+
+
+def test_scores_do_not_depend_on_micro_batches(pool: Pool) -> None:
+    case = Case(config=QWEN3, pp=2, optimizer=None)
+    expected = pool.run(case, cases.score, BATCH.batch, 7, 1.0)[0]
+    for rows in (1, 2, 100):
+        for result in pool.run(case, cases.score, BATCH.batch, rows, 1.0):
+            for found, wanted in zip(result, expected, strict=True):
+                assert float(abs(found - wanted).max()) < 1e-5  # sums of other shapes, in float32
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_half_precision_follows_float32(pool: Pool, tp: int, pp: int) -> None:
+    exact = gradients(pool, Case(config=LLAMA), [[BATCH]])
+    half = gradients(pool, Case(config=LLAMA.with_dtype("bf16"), tp=tp, pp=pp), [[BATCH]])
+    for name in exact:
+        scale = float(exact[name].abs().max())
+        # bfloat16 keeps 8 bits; the error grows over the layers but not to a tenth of the largest element
+        assert float((half[name] - exact[name]).abs().max()) < 0.1 * scale, name
+
+
+def alone(case: Case) -> UnitGroups:
+    return UnitGroups.alone(case.layout(0))
+
+
+def test_half_precision_weights_are_the_rounded_master() -> None:
+    case = Case(config=LLAMA.with_dtype("bf16"))
+    engine = cases.build(case, alone(case))
+    before = engine.state["master"].flat.clone()
+    engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-4)
+    assert engine.state["theta"].flat.dtype == torch.bfloat16
+    assert not torch.equal(engine.state["master"].flat, before)
+    assert torch.equal(engine.state["theta"].flat, engine.state["master"].flat.bfloat16())
+
+
+def test_moments_and_step_count_continue_in_another_engine() -> None:
+    case = Case(config=QWEN2)
+    first, second = cases.build(case, alone(case)), cases.build(case, alone(case))
+    first.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2)
+    for kind, arena in first.state.arenas.items():
+        second.state[kind].flat.copy_(arena.flat)
+    second.step_count = first.step_count
+    for engine in (first, second):
+        engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2)
+    for kind, arena in first.state.arenas.items():
+        assert torch.equal(second.state[kind].flat, arena.flat), kind
+    assert second.step_count == 2
+
+
+def test_metrics_name_the_phases_of_a_step() -> None:
+    case = Case(config=LLAMA)
+    metrics = cases.build(case, alone(case)).train_step([BATCH], LOSS, COUNTS, learning_rate=3e-4)
+    assert set(metrics.seconds) == {"forward_backward", "reduce", "optimizer"}
+    assert metrics.learning_rate == 3e-4
+    assert metrics.stats["half"] == pytest.approx(0.5 * metrics.loss)
+
+
+def test_a_write_into_the_arena_is_at_once_the_model() -> None:
+    case = Case(config=LLAMA, optimizer=None)
+    engine = cases.build(case, alone(case))
+    before = engine.score(BATCH.batch, micro_batch_rows=4).logprobs_bt
+    engine.state["theta"].flat.mul_(0.9)
+    after = engine.score(BATCH.batch, micro_batch_rows=4).logprobs_bt
+    assert before is not None
+    assert after is not None
+    assert not torch.allclose(before, after)
