@@ -44,6 +44,8 @@ class Arena:
     def __init__(self, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         starts, size = offsets(shard)
         self.shard = shard
+        self.dtype = dtype
+        self.device = torch.device(device)
         self.flat = torch.zeros(size, dtype=dtype, device=device)
         self.views: dict[str, Tensor] = {
             t.name: self.flat[starts[t.name] : starts[t.name] + prod(t.shape)].view(t.shape)
@@ -59,6 +61,11 @@ class Arena:
     def piece(self, piece: Piece) -> Tensor:
         """The view of this arena that a piece describes."""
         return self.views[piece.physical][tuple(slice(lo, hi) for lo, hi in piece.stored)]
+
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        """The arena's memory as flat tensors; one here, one for each tensor in a LooseArena."""
+        return (self.flat,)
 
     @property
     def num_bytes(self) -> int:

@@ -105,7 +105,10 @@ class Transport(Protocol):
         ...
 
     def close(self, epoch: int, *, broken: bool = False) -> None:
-        """Close every channel of the epoch. They cannot be opened again."""
+        """Close every channel of the epoch. They cannot be opened again.
+
+        On success close after every rank has reported: earlier, a peer may still be connecting to others.
+        """
         ...
 
 

@@ -1,0 +1,279 @@
+"""Carries out one rank's part of a reshard plan: old shard + peers -> new shard, bit for bit.
+
+    for each chunk     (one in shadow mode; one a place in bounded mode)
+        allocate the chunk's new tensors                                   bounded
+        for each round  ─▶ launch: post receives, pack and post sends       at most two rounds in flight
+                        ─▶ local copies while the first round is in flight
+                        ─▶ land: wait, unpack
+        free the chunk's old tensors                                       bounded
+
+A region that is one run of memory and needs no cast goes from and into live storage; any other passes
+through a pooled buffer. Each end decides that for itself: the bytes on the wire are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nereus.emu.arena import TORCH_DTYPE, ShardState
+from nereus.emu.layout import Rank
+from nereus.emu.loose import LooseArena
+from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Transfer
+from nereus.emu.staging import StagingPool
+from nereus.emu.transport.protocol import Channel, Deadline, Operation, Pending, Receive, Send, Transport
+from nereus.errors import InvalidOperation, TransportError, explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveReport:
+    """What one rank's part of a move took. `peak_state_bytes` counts both shards where they live together."""
+
+    sent_bytes: int
+    received_bytes: int
+    copied_bytes: int
+    peak_staging_bytes: int
+    peak_state_bytes: int
+    open_s: float
+    move_s: float
+
+
+@dataclass(eq=False)
+class Executor:
+    """Runs rank plans over one transport; keeps its staging buffers between runs."""
+
+    transport: Transport
+    device: torch.device
+    pool: StagingPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = StagingPool(self.device)
+
+    def run(
+        self,
+        plan: RankPlan,
+        old: ShardState | None,
+        new: ShardState | None,
+        *,
+        epoch: int,
+        deadline: Deadline,
+    ) -> MoveReport:
+        """Move the state; collective over `plan.ranks`. `new` comes zeroed (bounded mode: unallocated).
+
+        A rank whose unit is kept passes its shard as `old` and as `new`. In shadow mode `old` is only read.
+        Raises TransportError naming a peer that is late or gone; the epoch's channels are then closed and
+        `new` holds nothing of worth.
+        """
+        _check(plan, old, new)
+        start = time.monotonic()
+        channel = self.open(plan, epoch=epoch, deadline=deadline)
+        opened = time.monotonic()
+        run = _Run(channel, self.pool, old, new, deadline)
+        try:
+            for chunk in plan.chunks:
+                run.chunk(chunk, bounded=plan.mode == "bounded")
+        except TransportError:
+            self.transport.close(epoch, broken=True)  # first: operations in flight still use the buffers
+            self.pool.forget()
+            raise
+        return MoveReport(
+            sent_bytes=plan.sent_bytes,
+            received_bytes=plan.received_bytes,
+            copied_bytes=run.copied_bytes,
+            peak_staging_bytes=run.peak_staging_bytes,
+            peak_state_bytes=run.peak_state_bytes,
+            open_s=opened - start,
+            move_s=time.monotonic() - opened,
+        )
+
+    def open(self, plan: RankPlan, *, epoch: int, deadline: Deadline) -> Channel | None:
+        """Connect to the ranks of the plan before the move; None where this rank only has local work."""
+        if plan.rank not in plan.ranks:
+            return None
+        return self.transport.open(plan.ranks, epoch=epoch, digest=plan.digest, deadline=deadline)
+
+
+def sync(
+    plan: RankPlan,
+    source: ShardState | None,
+    destination: ShardState | None,
+    transport: Transport,
+    *,
+    epoch: int,
+    deadline_s: float,
+) -> int:
+    """Move weights from a training shard to a generation shard, cast on the fly; returns the bytes sent.
+
+    Collective over `plan.ranks`. The channel stays open, so the next sync of the same epoch and plan starts
+    at once. Raises TransportError as `Executor.run` does; take a new epoch then.
+    """
+    state = source or destination
+    if state is None:
+        return 0
+    device = next(iter(state.arenas.values())).device
+    executor = Executor(transport, device)
+    report = executor.run(plan, source, destination, epoch=epoch, deadline=Deadline.after(deadline_s))
+    return report.sent_bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Landing:
+    """One operation in flight, and what to do when it is complete."""
+
+    pending: Pending
+    staging: Tensor | None
+    unpack: tuple[Transfer, ...]
+
+
+@dataclass(eq=False)
+class _Run:
+    channel: Channel | None
+    pool: StagingPool
+    old: ShardState | None
+    new: ShardState | None
+    deadline: Deadline
+    copied_bytes: int = 0
+    peak_staging_bytes: int = 0
+    peak_state_bytes: int = 0
+    _staging_bytes: int = 0
+
+    def chunk(self, chunk: Chunk, *, bounded: bool) -> None:
+        if bounded:
+            for arena in _loose(self.new):
+                arena.allocate(chunk.allocates)
+        self._note_state()
+        flight: deque[list[_Landing]] = deque()
+        copied = False
+        for turn in chunk.rounds:
+            keep = 0 if _relays(turn) else 1  # a relay sends what an earlier round brought
+            while len(flight) > keep:
+                self._land(flight.popleft())
+            flight.append(self._launch(turn))
+            if not copied:
+                self._copy(chunk)
+                copied = True
+        if not copied:
+            self._copy(chunk)
+        while flight:
+            self._land(flight.popleft())
+        if self.channel is not None:
+            self.channel.settle(self.deadline)
+        if bounded:
+            for arena in _loose(self.old):
+                arena.free(chunk.frees)
+
+    def _launch(self, turn: Round) -> list[_Landing]:
+        assert self.channel is not None, "a rank with messages is in the plan's ranks"
+        operations: list[Operation] = []
+        rest: list[tuple[Tensor | None, tuple[Transfer, ...]]] = []
+        for message in turn.receives:
+            for transfers, direct in _parts(message):
+                buffer, staging = self._buffer(transfers, direct)
+                operations.append(Receive(message.peer, buffer))
+                rest.append((staging, transfers if staging is not None else ()))
+        for message in turn.sends:
+            for transfers, direct in _parts(message):
+                buffer, staging = self._buffer(transfers, direct)
+                if staging is not None:
+                    for transfer, view in self._slots(transfers, staging):
+                        view.copy_(self._view(transfer))
+                operations.append(Send(message.peer, buffer))
+                rest.append((staging, ()))
+        pending = self.channel.post(operations)
+        return [_Landing(p, staging, unpack) for p, (staging, unpack) in zip(pending, rest, strict=True)]
+
+    def _land(self, landings: Iterable[_Landing]) -> None:
+        for landing in landings:
+            landing.pending.wait(self.deadline)
+            if landing.staging is not None:
+                for transfer, view in self._slots(landing.unpack, landing.staging):
+                    self._view(transfer).copy_(view)
+                self._staging_bytes -= landing.staging.numel()
+                self.pool.give(landing.staging)
+
+    def _buffer(self, transfers: tuple[Transfer, ...], direct: bool) -> tuple[Tensor, Tensor | None]:
+        """The bytes of an operation: live storage where one run of it serves, a staging buffer otherwise."""
+        if direct and transfers[0].zero_copy:
+            return self._view(transfers[0]).view(-1).view(torch.uint8), None
+        staging = self.pool.take(sum(transfer.num_bytes for transfer in transfers))
+        self._staging_bytes += staging.numel()
+        self.peak_staging_bytes = max(self.peak_staging_bytes, self._staging_bytes)
+        return staging, staging
+
+    def _slots(self, transfers: tuple[Transfer, ...], staging: Tensor) -> Iterable[tuple[Transfer, Tensor]]:
+        """Each transfer with its typed view of the staging buffer."""
+        at = 0
+        for transfer in transfers:
+            end = at + transfer.num_bytes
+            shape = [hi - lo for lo, hi in transfer.region.stored]
+            yield transfer, staging[at:end].view(TORCH_DTYPE[transfer.move.wire_dtype]).view(shape)
+            at = end
+
+    def _copy(self, chunk: Chunk) -> None:
+        for copy in chunk.copies:
+            source = self._at(copy.source, copy.move.source.name)
+            target = self._at(copy.target, copy.move.target.name)
+            target.copy_(source)
+            self.copied_bytes += target.numel() * target.element_size()
+
+    def _view(self, transfer: Transfer) -> Tensor:
+        return self._at(transfer.region, transfer.kind.name)
+
+    def _at(self, region: Region, kind: str) -> Tensor:
+        state = self.old if region.side == "old" else self.new
+        assert state is not None, f"the plan names a region of a shard that is absent: {region}"
+        return state[kind].views[region.physical][tuple(slice(lo, hi) for lo, hi in region.stored)]
+
+    def _note_state(self) -> None:
+        states = {id(state): state for state in (self.old, self.new) if state is not None}
+        held = sum(state.num_bytes for state in states.values())
+        self.peak_state_bytes = max(self.peak_state_bytes, held)
+
+
+def _parts(message: Message) -> Iterable[tuple[tuple[Transfer, ...], bool]]:
+    """The operations of a message in the order of the wire: direct transfers, then the packed ones as one."""
+    for transfer in message.direct:
+        yield (transfer,), True
+    if message.packed:
+        yield message.packed, False
+
+
+def _relays(turn: Round) -> bool:
+    return any(
+        transfer.region.side == "new"
+        for message in turn.sends
+        for transfer in (*message.direct, *message.packed)
+    )
+
+
+def _loose(state: ShardState | None) -> list[LooseArena]:
+    arenas = [] if state is None else list(state.arenas.values())
+    return [arena for arena in arenas if isinstance(arena, LooseArena)]
+
+
+def _check(plan: RankPlan, old: ShardState | None, new: ShardState | None) -> None:
+    """Raise InvalidOperation unless the given shards are those the plan speaks of."""
+    rank: Rank = plan.rank
+    problem = rule = ""
+    if (plan.old is None) != (old is None) or (plan.new is None) != (new is None):
+        problem = f"old shard {'given' if old else 'absent'}, new shard {'given' if new else 'absent'}"
+        rule = f"the plan is from {plan.old or 'nothing'} to {plan.new or 'nothing'}"
+    elif plan.mode == "bounded":
+        arenas = [arena for state in (old, new) if state for arena in state.arenas.values()]
+        if not all(isinstance(arena, LooseArena) for arena in arenas):
+            problem = "an arena is one allocation"
+            rule = "bounded mode frees tensor by tensor, so every tensor needs its own allocation"
+    if problem:
+        raise InvalidOperation(
+            explain(
+                f"worker {rank} cannot run the plan",
+                values=problem,
+                rule=rule,
+                remedy="pass the shards that this rank holds before and after, built for the plan's mode",
+            )
+        )
