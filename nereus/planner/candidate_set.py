@@ -8,13 +8,13 @@ are left out before they are priced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nereus.planner.cost import publish_times, stage_times
 from nereus.planner.fixed import Choice, chosen, chosen_number
-from nereus.planner.layouts import layouts
+from nereus.planner.layouts import check_fixed, layouts
 from nereus.planner.memory import stage_memories, usable_bytes
 from nereus.planner.problem import Floats, Ints, PoolLimit, Problem, Seat, Timing
 from nereus.planner.request import Option, PlanRequest
@@ -31,8 +31,8 @@ PAIRS = (
 class CandidateSet:
     """A model-stage's candidates: the seat's arrays and what each row means.
 
-    `option[i]` indexes `options`, `seat.pool[i]` the cluster's pools. `num_listed` counts the rows before
-    those that cannot fit by themselves were left out.
+    `option[i]` indexes `options`, `seat.pool[i]` the cluster's pools. `cuts` are all (tp, pp) looked at, also
+    those of which nothing fits a GPU by itself.
     """
 
     model_stage: ModelStage
@@ -42,7 +42,18 @@ class CandidateSet:
     dp: Ints
     option: Ints
     options: tuple[Option, ...]
-    num_listed: int
+    cuts: tuple[tuple[int, int], ...]
+
+    def take(self, rows: Ints) -> CandidateSet:
+        """The set with only these candidates."""
+        return replace(
+            self,
+            seat=self.seat.take(rows),
+            tp=self.tp[rows],
+            pp=self.pp[rows],
+            dp=self.dp[rows],
+            option=self.option[rows],
+        )
 
 
 def candidate_sets(request: PlanRequest) -> tuple[CandidateSet, ...]:
@@ -73,10 +84,12 @@ def problem_of(request: PlanRequest, sets: Sequence[CandidateSet], *, own_genera
 
 
 def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
-    options = tuple(_options(request, model_stage))
+    options = tuple(stage_options(request, model_stage))
     kind = chosen(request.fixed, model_stage, Choice.GPU)
     if kind is not None:
         kind = request.cluster.pool(str(kind)).gpu.name  # a stranger is an error
+    pools = [pool for pool in request.cluster.pools if kind in (None, pool.gpu.name)]
+    check_fixed(model_stage, request.workload, pools, request.fixed)
     parts = [
         _on_pool(request, model_stage, number, options)
         for number, name in enumerate(request.cluster.gpu_kinds)
@@ -104,14 +117,14 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
         dp=dp,
         option=option,
         options=options,
-        num_listed=sum(part[1] for part in parts),
+        cuts=tuple(sorted({cut for part in parts for cut in part[1]})),
     )
 
 
 def _on_pool(
     request: PlanRequest, model_stage: ModelStage, number: int, options: Sequence[Option]
-) -> tuple[list[Floats], int]:
-    """Columns (tp, pp, dp, pool, option, persistent, transient, latency, sync) of one pool; rows listed."""
+) -> tuple[list[Floats], set[tuple[int, int]]]:
+    """Columns (tp, pp, dp, pool, option, persistent, transient, latency, sync) of one pool; all (tp, pp)."""
     cluster, pool = request.cluster, request.cluster.pools[number]
     kind, limit = pool.gpu.name, usable_bytes(request.cluster, pool.gpu.name)
     sizes = layouts(model_stage, request.workload, pool, request.space, request.fixed)
@@ -149,10 +162,11 @@ def _on_pool(
         kept = [memory.persistent_bytes[fits], memory.transient_bytes[fits]]
         rows.append([tp, pp, dp, *same, *kept, cost.latency_s, sync])
     columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-    return columns, len(sizes[0]) * len(options)
+    cuts = np.unique(np.stack(sizes[:2]).astype(np.int64), axis=1)
+    return columns, set(zip(*cuts.tolist(), strict=True))
 
 
-def _options(request: PlanRequest, model_stage: ModelStage) -> list[Option]:
+def stage_options(request: PlanRequest, model_stage: ModelStage) -> list[Option]:
     """The combinations of a model-stage's own options, fixed ones taken as they are."""
     known = request.options
 
@@ -176,6 +190,15 @@ def _share(model_stage: ModelStage, workload: Workload, dp: Floats) -> Floats:
         return np.ceil(workload.num_generated / dp)
     cuts = workload.num_mini_batches if model_stage.stage is Stage.TRAINING else 1
     return np.ceil(workload.num_sequences / cuts / dp)
+
+
+def effective(option: Option, model_stage: ModelStage, workload: Workload, dp: int) -> Option:
+    """The option as it acts on the share of one unit: no micro-batch and no residency beyond it."""
+    share = int(_share(model_stage, workload, np.array([float(dp)]))[0])
+    if option.micro_batch is not None:
+        return replace(option, micro_batch=min(option.micro_batch, share))
+    held = option.max_resident
+    return replace(option, max_resident=None if held is None or held >= share else held)
 
 
 def _next_smaller(option: Option, options: Sequence[Option]) -> float:

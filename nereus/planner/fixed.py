@@ -37,6 +37,11 @@ class Fix:
     def __str__(self) -> str:
         return f"{self.scope}{'.' if self.scope else ''}{self.choice}={self.value}"
 
+    @property
+    def key(self) -> tuple[str, Choice]:
+        """What is fixed, without the value."""
+        return self.scope, self.choice
+
     def covers(self, model_stage: ModelStage) -> bool:
         """Whether the choice is made for this model-stage."""
         return self.scope in ("", model_stage.model, model_stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 
@@ -60,46 +60,67 @@ def unit_counts(model_stage: ModelStage, workload: Workload, most: int, space: S
 def layouts(
     model_stage: ModelStage, workload: Workload, pool: GpuPool, space: Space, fixed: Iterable[Fix]
 ) -> tuple[Floats, Floats, Floats]:
-    """Arrays (tp, pp, dp) of all layouts of a model-stage on a pool, fixed choices kept.
-
-    Raises ConfigError where a fixed tp or pp does not fit the model or the node.
-    """
+    """Arrays (tp, pp, dp) of all layouts of a model-stage on a pool, fixed choices kept."""
     shape, fixed = workload.shape(model_stage), tuple(fixed)
-    tensor = _narrow(
-        tensor_sizes(shape, pool),
-        chosen_number(fixed, model_stage, Choice.TP),
-        f"{model_stage} tp",
-        f"tp must divide {shape.num_heads} heads evenly ({shape.num_kv_heads} kv heads) and the "
-        f"{pool.gpus_per_node} GPUs of a node",
+    tp, pp, dp, gpus = (
+        chosen_number(fixed, model_stage, key) for key in (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS)
     )
-    pp = chosen_number(fixed, model_stage, Choice.PP)
-    stages = pipeline_sizes(shape, space)
-    if pp is not None:
-        stages = _narrow(
-            [pp] if pp <= shape.num_layers else stages,
-            pp,
-            f"{model_stage} pp",
-            f"pp must be at most {shape.num_layers}, the number of layers",
-        )
-    dp, gpus = (chosen_number(fixed, model_stage, key) for key in (Choice.DP, Choice.GPUS))
+    tensor = [size for size in tensor_sizes(shape, pool) if tp in (None, size)]
+    stages = pipeline_sizes(shape, space) if pp is None else [pp]
     rows: list[tuple[int, int, int]] = []
     for t in tensor:
         for p in stages:
             most = pool.num_gpus // (t * p)
             counts = [dp] if dp is not None else unit_counts(model_stage, workload, most, space)
             if gpus is not None:
-                counts = [gpus // (t * p)] if gpus % (t * p) == 0 and dp in (None, gpus // (t * p)) else []
+                whole = gpus // (t * p)
+                counts = [whole] if gpus == whole * t * p and dp in (None, whole) else []
             rows += [(t, p, d) for d in counts if 1 <= d <= most]
     table = np.array(rows, dtype=np.float64).reshape(-1, 3)
     return table[:, 0], table[:, 1], table[:, 2]
 
 
-def _narrow(known: list[int], value: int | None, what: str, rule: str) -> list[int]:
-    if value is None:
-        return known
-    if value not in known:
-        raise ConfigError(explain(f"cannot fix {what}={value}", rule=rule, remedy=f"take one of {known}"))
-    return [value]
+def check_fixed(
+    model_stage: ModelStage, workload: Workload, pools: Sequence[GpuPool], fixed: Iterable[Fix]
+) -> None:
+    """Raise ConfigError for a fixed tp, pp or number of GPUs that the model or every pool rules out."""
+    shape, fixed = workload.shape(model_stage), tuple(fixed)
+    tp, pp, dp, gpus = (
+        chosen_number(fixed, model_stage, key) for key in (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS)
+    )
+    sizes = sorted({size for pool in pools for size in tensor_sizes(shape, pool)})
+    if tp is not None and tp not in sizes:
+        node = max(pool.gpus_per_node for pool in pools)
+        raise ConfigError(
+            explain(
+                f"cannot fix tp={tp} of {model_stage}",
+                rule=f"tp must divide its {shape.num_heads} heads evenly ({shape.num_kv_heads} kv heads) and "
+                f"the {node} GPUs of a node",
+                remedy=f"take one of {', '.join(map(str, sizes))}",
+            )
+        )
+    if pp is not None and pp > shape.num_layers:
+        raise ConfigError(
+            explain(f"cannot fix pp={pp} of {model_stage}", rule=f"it has {shape.num_layers} layers")
+        )
+    unit = (tp or 1) * (pp or 1)
+    need = max(unit * (dp or 1), gpus or 1)
+    most = max(pool.num_gpus for pool in pools)
+    if need > most:
+        raise ConfigError(
+            explain(
+                f"cannot fix {need} GPUs for {model_stage}",
+                rule=f"the largest pool has {most}",
+                remedy="lower tp, pp, dp or gpus, or plan for a larger cluster",
+            )
+        )
+    if gpus is not None and gpus % (unit * (dp or 1)):
+        raise ConfigError(
+            explain(
+                f"cannot fix {gpus} GPUs for {model_stage}",
+                rule=f"gpus must be a multiple of the fixed tp, pp and dp, {unit * (dp or 1)}",
+            )
+        )
 
 
 def _batches(model_stage: ModelStage, workload: Workload) -> tuple[int, ...]:

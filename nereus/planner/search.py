@@ -119,6 +119,15 @@ def _spread(piece: Piece) -> Ints:
     return np.unique(np.concatenate(chosen))
 
 
+def root_bound(problem: Problem) -> float:
+    """What no plan can beat: every stage alone with all GPUs, memory left aside; infinite if none fits."""
+    return min((_root_bound(Case(problem, pieces)) for pieces in cases(problem)), default=np.inf)
+
+
+def _root_bound(case: Case) -> float:
+    return float(case.bound(case.root())[0])
+
+
 def solve(problem: Problem, *, upper_s: float = np.inf) -> Selection | None:
     """The best plan whose step is shorter than `upper_s`, or None when there is none. Exact.
 
@@ -126,7 +135,7 @@ def solve(problem: Problem, *, upper_s: float = np.inf) -> Selection | None:
     """
     search = _Search(problem, upper_s)
     todo = [Case(problem, pieces) for pieces in cases(problem)]
-    bounds = [float(case.bound(root)[0]) for case in todo for root in (case.root(),)]
+    bounds = [_root_bound(case) for case in todo]
     order = np.argsort(bounds, kind="stable")
     for width in _DIVE_WIDTHS[:1]:
         for at in order:
