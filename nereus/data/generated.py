@@ -86,5 +86,9 @@ def _module_of_file(path: Path) -> object:
     assert spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there while it is still being run
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.resolve().parent))  # its siblings, while it is imported
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.resolve().parent))
     return module

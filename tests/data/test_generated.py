@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def test_records_come_in_order_and_are_named(file: str) -> None:
     records = list(generate_records(f"{file}:letters", {"n": 3, "start": "x"}))
     assert [record.values for record in records] == [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}]
     assert records[2].where == f"{file}:letters record 3"
+
+
+def test_siblings_of_the_file_can_be_imported_and_the_path_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "sibling_of_prompts.py").write_text("TEXT = 'hi'\n")
+    (tmp_path / "make.py").write_text(
+        "from sibling_of_prompts import TEXT\ndef f():\n    return [{'prompt': TEXT}]\n"
+    )
+    before = [*sys.path]
+    assert [record.values for record in generate_records(f"{tmp_path / 'make.py'}:f", {})] == [
+        {"prompt": "hi"}
+    ]
+    assert sys.path == before
 
 
 def test_a_function_is_found_by_import_path() -> None:
