@@ -44,13 +44,18 @@ MEASURED_GPUS: Mapping[str, MeasuredGpu] = {
 }
 
 
-def read_columns(path: Path, where: Callable[[Mapping[str, str]], bool] | None = None) -> dict[str, Floats]:
-    """Numeric columns of a (gzipped) CSV; rows for which `where` is false are left out, text columns too."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a (gzipped) CSV with a header, as text. Raises DataError when it is absent."""
     if not path.is_file():
         raise DataError(explain("cannot read measured rows", values=str(path), rule="the file is absent"))
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if where is None or where(row)]
+        return list(csv.DictReader(file))
+
+
+def read_columns(path: Path, where: Callable[[Mapping[str, str]], bool] | None = None) -> dict[str, Floats]:
+    """Numeric columns of a (gzipped) CSV; rows for which `where` is false are left out, text columns too."""
+    rows = [row for row in read_rows(path) if where is None or where(row)]
     columns = {}
     for name in rows[0] if rows else ():
         try:

@@ -80,7 +80,7 @@ def stage_memories(
     elif model_stage.stage is Stage.INFERENCE:
         terms = _inference(shape, workload, *sizes)
     else:
-        terms = _training(shape, workload, *sizes)
+        terms = training_bytes(shape, workload, *sizes)
     kept = np.asarray(sum(terms[name] for name in _PERSISTENT if name in terms))
     return StageMemories(
         persistent_bytes=kept, transient_bytes=np.asarray(sum(terms.values())) - kept, terms=terms
@@ -163,7 +163,7 @@ def _inference(
     }
 
 
-def _training(
+def training_bytes(
     shape: DecoderConfig, workload: Workload, tp: Floats, pp: Floats, dp: Floats
 ) -> dict[str, Floats]:
     one = np.ones_like(tp)

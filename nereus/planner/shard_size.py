@@ -58,7 +58,9 @@ def total_parameters(shape: DecoderConfig) -> float:
     return float(rank_parameters(shape, 1, 1))
 
 
-def kv_bytes_per_token(shape: DecoderConfig, tp: ArrayLike, pp: ArrayLike, element_bytes: int = 2) -> Floats:
+def kv_bytes_per_token(
+    shape: DecoderConfig, tp: ArrayLike, pp: ArrayLike, element_bytes: float = 2
+) -> Floats:
     """Bytes of keys and values of one token on the fullest rank."""
     _, kv = heads_per_rank(shape, tp)
     return np.asarray(2 * element_bytes * kv * shape.head_dim * np.ceil(shape.num_layers / np.asarray(pp)))
