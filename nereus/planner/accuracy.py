@@ -116,12 +116,16 @@ def attention_errors(folder: Path, name: str, *, decode: bool, seed: int = 0) ->
     gpu = gpu_profile(MEASURED_GPUS[name].kind)
     rows = read_attention(folder, MEASURED_GPUS[name], decode=decode)
     test = held_out(rows["heads"], rows["kv_heads"], seed=seed)
-    fit, price = (
-        (fit_decode_attention, decode_attention_s) if decode else (fit_context_attention, context_attention_s)
-    )
+    fit = fit_decode_attention if decode else fit_context_attention
+    price = decode_attention_s if decode else context_attention_s
 
-    def sizes(mask: Mask) -> tuple[Floats, ...]:
-        return tuple(rows[column][mask] for column in ("sequences", "tokens", "heads", "kv_heads"))
+    def sizes(mask: Mask) -> tuple[Floats, Floats, Floats, Floats]:
+        return (
+            rows["sequences"][mask],
+            rows["tokens"][mask],
+            rows["heads"][mask],
+            rows["kv_heads"][mask],
+        )
 
     model = fit(gpu, *sizes(~test), 128, rows["seconds"][~test])
     return Errors.of(price(gpu, *sizes(test), 128, model=model), rows["seconds"][test])

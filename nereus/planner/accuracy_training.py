@@ -15,10 +15,10 @@ from nereus.planner.forward_time import training_terms
 from nereus.planner.layer_time import Place
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.measured import read_rows
-from nereus.planner.memory import training_bytes
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.scalars import TRAINING, features, fit_scalars
-from nereus.planner.workload import Algorithm, ModelShapes, Recompute, Workload
+from nereus.planner.stage_bytes import training_bytes
+from nereus.planner.workload import Algorithm, Attention, ModelShapes, Recompute, Workload
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +46,10 @@ SHAPES = {
     "GPT-Neo-2.7B": _gpt(50257, 2560, 32, 20),
     "OPT-350M": _gpt(50272, 1024, 24, 16),
 }
+
+
+# Neither uses a fused kernel; GPT-Neo computes its scores in 32 bits.
+ATTENTION = {"GPT-Neo-2.7B": Attention.EAGER_FP32, "OPT-350M": Attention.EAGER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,8 @@ class PlanRow:
             response=LengthDistribution.constant(SEQUENCE_TOKENS - 1),
             recompute=Recompute.NONE,
             micro_batch=self.micro_batch,
-            fused_attention=False,
+            attention=ATTENTION[self.model],
+            grad_bytes=6,  # 16-bit gradients and the 32-bit copy that the optimizer works on
             logits_chunk_tokens=None,
             old_logprobs=False,
         )
@@ -97,7 +102,12 @@ class PlanRow:
     def predicted_bytes(self) -> float:
         """Peak bytes on the fullest GPU."""
         sizes = (np.array([float(size)]) for size in (self.tp, self.pp, self.dp))
-        return float(sum(term[0] for term in training_bytes(self.shape, self.workload, *sizes).values()))
+        return float(
+            sum(
+                term[0]
+                for term in training_bytes(self.shape, self.workload, *sizes, split=self.split).values()
+            )
+        )
 
 
 def read_plans(data: Path) -> tuple[PlanRow, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from nereus.errors import ConfigError, explain
 from nereus.planner.calibration import NEUTRAL, Calibration
@@ -98,12 +99,13 @@ class StageFit:
         """The current values by name."""
         return dict(zip(self.names, self.values, strict=True))
 
-    def observed(self, row: Sequence[float], measured_s: float) -> StageFit:
+    def observed(self, row: ArrayLike, measured_s: float) -> StageFit:
         """The fit after one more stage; a row that is not finite and positive is left out."""
-        usable = 0 < measured_s < math.inf and all(0 <= value < math.inf for value in row) and sum(row) > 0
-        if not usable:
+        values_s = np.asarray(row, dtype=np.float64)
+        usable = 0 < measured_s < math.inf and np.isfinite(values_s).all() and (values_s >= 0).all()
+        if not usable or not values_s.any():
             return self
-        rows = (*self.rows, tuple(float(value) for value in row))[-_WINDOW:]
+        rows = (*self.rows, tuple(values_s.tolist()))[-_WINDOW:]
         seconds = (*self.seconds, float(measured_s))[-_WINDOW:]
         values = fit_scalars(rows, seconds, self.prior, self.prior_weight)
         return replace(self, rows=rows, seconds=seconds, values=tuple(float(value) for value in values))
@@ -137,11 +139,11 @@ class Calibrator:
         gain = self.gains.get(operation_class, Gain()).observed(predicted_s, measured_s)
         return replace(self, gains={**self.gains, operation_class: gain})
 
-    def with_generation(self, row: Sequence[float], measured_s: float) -> Calibrator:
+    def with_generation(self, row: ArrayLike, measured_s: float) -> Calibrator:
         """After one generation stage; `row` are its `scalars.features` for GENERATION over `base`."""
         return replace(self, generation=self.generation.observed(row, measured_s))
 
-    def with_training(self, row: Sequence[float], measured_s: float) -> Calibrator:
+    def with_training(self, row: ArrayLike, measured_s: float) -> Calibrator:
         """After one training stage; `row` are its `scalars.features` for TRAINING over `base`."""
         return replace(self, training=self.training.observed(row, measured_s))
 

@@ -119,8 +119,8 @@ def _forward(place: Place, workload: Workload, tp: Floats, pp: Floats, sequences
     length = np.sqrt(prompt**2 + 2 * prompt * response.mean + response.mean_square)
     weight = place.calibration.correction
     attention = context_attention_s(place.gpu, count, length, query, kv, place.shape.head_dim, weight=weight)
-    if not workload.fused_attention:
-        attention = attention + score_passes_s(place.gpu, count, length, query)
+    if moved_bytes := workload.attention.moved_bytes:
+        attention = attention + score_passes_s(place.gpu, count, length, query, moved_bytes=moved_bytes)
     head = head_forward(place, count * response.mean, ranks)
     return _Layer(
         terms={

@@ -216,11 +216,11 @@ def elementwise_s(gpu: GpuProfile, moved_bytes: ArrayLike, num_kernels: int) -> 
 
 
 def score_passes_s(
-    gpu: GpuProfile, sequences: ArrayLike, tokens: ArrayLike, heads: ArrayLike, *, num_passes: int = 8
+    gpu: GpuProfile, sequences: ArrayLike, tokens: ArrayLike, heads: ArrayLike, *, moved_bytes: float
 ) -> Floats:
     """Seconds of the passes over the [heads, tokens, tokens] scores that attention without fusion makes.
 
-    Product, scale, mask, soft-max, dropout read and write 16-bit scores about eight times in a forward pass.
+    `moved_bytes` is what one score reads and writes in all of them.
     """
     count, length, query = (np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads))
-    return elementwise_s(gpu, 2.0 * num_passes * count * query * length**2, num_passes // 2)
+    return elementwise_s(gpu, moved_bytes * count * query * length**2, 4)

@@ -59,12 +59,13 @@ def with_scalars(base: Calibration, scalars: Mapping[str, float]) -> Calibration
 
 
 def features(
-    price: Callable[[Calibration], float], names: Sequence[str], base: Calibration = NEUTRAL
-) -> tuple[float, ...]:
-    """Seconds that `price` gives with one scalar at 1 and the others at 0, for each of `names`."""
-    return tuple(
-        price(with_scalars(base, {name: float(name == chosen) for name in names})) for chosen in names
-    )
+    price: Callable[[Calibration], ArrayLike], names: Sequence[str], base: Calibration = NEUTRAL
+) -> Floats:
+    """Seconds that `price` gives with one scalar at 1 and the others at 0: [k], or [n, k] for n prices at
+    once.
+    """
+    chosen = ({name: float(name == one) for name in names} for one in names)
+    return np.stack([np.asarray(price(with_scalars(base, scalars))) for scalars in chosen], axis=-1)
 
 
 def fit_scalars(

@@ -35,6 +35,31 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Attention(StrEnum):
+    """How a training engine computes attention: fused, or through score matrices in 16 or 32 bits."""
+
+    FUSED = "fused"
+    EAGER = "eager"
+    EAGER_FP32 = "eager-fp32"
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that each score moves in a forward pass, counted in the usual eager code.
+
+        16 bits: product 2, mask 4, clamp 4, soft-max into 32 bits 6, cast 6, product 2. 32 bits: product 4,
+        mask 8, soft-max 8, cast 6, product 2.
+        """
+        return {"fused": 0, "eager": 24, "eager-fp32": 28}[self.value]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that each score leaves for the backward pass: scores, soft-max, 16-bit probabilities, mask.
+
+        16 bits: 2 + 2 + 1 (Korthikanti et al., arXiv 2205.05198). 32 bits: 4 + 4 + 2 + 1.
+        """
+        return {"fused": 0, "eager": 5, "eager-fp32": 11}[self.value]
+
+
 class Model(StrEnum):
     """The four models of an RL job."""
 
@@ -114,7 +139,7 @@ class Workload:
     optimizer steps an epoch is cut into; `max_resident` caps how many sequences a generation unit holds
     at once (None: all of its share), which is the knob that trades KV memory for time;
     `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
-    `fused_attention` False: the training engine materialises the scores; `old_logprobs`: the training engine
+    `attention` is how the training engine computes attention; `old_logprobs`: the training engine
     scores the responses once more before it trains.
     """
 
@@ -133,7 +158,7 @@ class Workload:
     num_mini_batches: int = 1
     grad_bytes: int = 4
     old_logprobs: bool = True
-    fused_attention: bool = True
+    attention: Attention = Attention.FUSED
     logits_chunk_tokens: int | None = 2048
 
     def __post_init__(self) -> None:

@@ -1,0 +1,205 @@
+"""Bytes of each stage on its fullest GPU, by term: the formulas behind `memory`.
+
+Notation: b sequences of s tokens in a micro-batch, h hidden, d head size, f feed-forward width, V vocabulary,
+t = tp, p = pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nereus.emu.decoder import DecoderConfig
+from nereus.planner.generation_time import PREFILL_TOKENS
+from nereus.planner.shard_size import (
+    heads_per_rank,
+    kv_bytes_per_token,
+    layer_parameters,
+    rank_parameters,
+    vocabulary_parameters,
+)
+from nereus.planner.workload import Recompute, Workload
+
+Floats = NDArray[np.float64]
+Terms = dict[str, Floats]
+
+PERSISTENT = ("weights", "gradients", "master", "moments")
+
+_CONTEXT_BYTES = 3.5e9  # driver context, library workspaces, engine buffers (the figure of aiconfigurator)
+_GROUP_BYTES = 0.35e9  # buffers of one set of communicators
+_GRAPH_BYTES = 1.0e9  # captured decode graphs
+_SAMPLED = 1024  # sequences whose logits an engine holds while it samples
+_TAIL = 2.33  # standard deviations: the 99 % quantile of a sum
+_MASTER_BYTES, _MOMENT_BYTES = 4, 8
+_LOGIT_COPIES_SCORED, _LOGIT_COPIES_TRAINED = 2, 3  # logits and soft-max; and their gradient
+
+
+def generation_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: Floats, dp: Floats) -> Terms:
+    """Weights, cache of the sequences held at once, and an engine's working memory, shape [n]."""
+    per_unit = np.ceil(workload.num_generated / dp)
+    resident = np.minimum(per_unit, np.inf if workload.max_resident is None else workload.max_resident)
+    prefill = np.minimum(resident * workload.prompt_tokens, max(PREFILL_TOKENS, workload.prompt_tokens))
+    one = np.ones_like(tp)
+    return {
+        "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp),
+        "kv_cache": kv_bytes_per_token(shape, tp, pp, workload.dtype_bytes)
+        * resident_tokens(workload, resident),
+        "activations": prefill * live_layer_bytes(shape, tp, workload),
+        "logits": 4.0
+        * _LOGIT_COPIES_SCORED
+        * np.minimum(resident, _SAMPLED)
+        * np.ceil(shape.vocab_size / tp),
+        "graphs": one * _GRAPH_BYTES,
+        "communication": _groups(tp, pp, one * 0),
+        "context": one * _CONTEXT_BYTES,
+    }
+
+
+def resident_tokens(workload: Workload, resident: ArrayLike) -> Floats:
+    """Tokens of cache that `resident` sequences need at their worst moment, at the 99 % quantile.
+
+    Started together, n * S(u) * (prompt + u) peaks at some position u; an engine that is refilled holds
+    prompt + age of each. The worse of the two counts, and never more than everybody at full length.
+    """
+    count = np.asarray(resident, dtype=np.float64)
+    response, prompt = workload.response, workload.prompt_tokens
+    grid = np.linspace(0.0, response.maximum, 257)
+    together = float((response.survival(grid) * (prompt + grid)).max())
+    age = response.mean_square / (2 * response.mean)
+    spread = np.sqrt(max(response.mean_square - response.mean**2, 0.0))
+    expected = count * max(together, prompt + age)
+    return np.asarray(
+        np.minimum(expected + _TAIL * np.sqrt(count) * spread, count * (prompt + response.maximum))
+    )
+
+
+def inference_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: Floats, dp: Floats) -> Terms:
+    """Weights and one micro-batch's working memory, shape [n]."""
+    one = np.ones_like(tp)
+    sequences = np.minimum(workload.micro_batch, np.ceil(workload.num_sequences / dp))
+    tokens = sequences * workload.max_sequence_tokens
+    return {
+        "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp),
+        "activations": tokens * live_layer_bytes(shape, tp, workload)
+        + _score_bytes(shape, workload, tp, sequences),
+        "logits": _logits(shape, workload, tp, tokens, _LOGIT_COPIES_SCORED),
+        "communication": _groups(tp, pp, one * 0),
+        "context": one * _CONTEXT_BYTES,
+    }
+
+
+def training_bytes(
+    shape: DecoderConfig,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    dp: Floats,
+    *,
+    split: Sequence[int] | None = None,
+) -> Terms:
+    """Model state and the activations of the fullest pipeline stage, shape [n].
+
+    1F1B keeps min(p - i, m) micro-batches alive in stage i. With the even split the fullest stage is the
+    first (most in flight, most layers, the embedding) or the last (the head and its logits); `split` gives
+    the layers of every stage.
+    """
+    share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
+    sequences = np.minimum(workload.micro_batch, share)
+    rounds = np.ceil(share / sequences)
+    if split is None:
+        most, least = np.ceil(shape.num_layers / pp), np.floor(shape.num_layers / pp)
+        first = _train_stage(shape, workload, tp, sequences, most, np.minimum(pp, rounds), True, pp == 1)
+        last = _train_stage(shape, workload, tp, sequences, least, np.ones_like(pp), pp == 1, True)
+        stages = [first, last]
+    else:
+        stages = [
+            _train_stage(
+                shape,
+                workload,
+                tp,
+                sequences,
+                np.full_like(pp, count),
+                np.minimum(len(split) - index, rounds),
+                index == 0,
+                index == len(split) - 1,
+            )
+            for index, count in enumerate(split)
+        ]
+    fullest = np.argmax(np.stack([np.asarray(sum(stage.values())) for stage in stages]), axis=0)
+    terms = {name: np.asarray(np.choose(fullest, [stage[name] for stage in stages])) for name in stages[0]}
+    terms["communication"] = _groups(tp, pp, np.where(dp > 1, 1.0, 0.0))
+    terms["context"] = np.full_like(tp, _CONTEXT_BYTES)
+    return terms
+
+
+def _train_stage(
+    shape: DecoderConfig,
+    workload: Workload,
+    tp: Floats,
+    sequences: Floats,
+    layers: Floats,
+    in_flight: Floats,
+    embedding: bool | NDArray[np.bool_],
+    head: bool | NDArray[np.bool_],
+) -> Terms:
+    """One pipeline stage; `embedding` and `head` say whether it holds them."""
+    vocabulary = vocabulary_parameters(shape, tp)
+    scalar_head = np.full_like(vocabulary, shape.hidden_size)
+    own_head = scalar_head if shape.head == "value" else vocabulary
+    shared = np.logical_and(embedding, shape.tied and shape.head == "lm")
+    parameters = (
+        layers * layer_parameters(shape, tp)
+        + np.where(embedding, vocabulary, 0.0)
+        + np.where(np.logical_and(head, ~shared), own_head, 0.0)
+    )
+    tokens = sequences * workload.max_sequence_tokens
+    live = tokens * live_layer_bytes(shape, tp, workload) + _score_bytes(shape, workload, tp, sequences)
+    if workload.recompute is Recompute.FULL:
+        kept = tokens * workload.dtype_bytes * shape.hidden_size
+    elif workload.recompute is Recompute.SELECTIVE:
+        kept = tokens * live_layer_bytes(shape, tp, workload)
+    else:
+        kept = live
+    # What is computed again lives for one layer at a time.
+    again = live if workload.recompute is not Recompute.NONE else np.zeros_like(live)
+    return {
+        "weights": workload.dtype_bytes * parameters,
+        "gradients": workload.grad_bytes * parameters,
+        "master": _MASTER_BYTES * parameters,
+        "moments": _MOMENT_BYTES * parameters,
+        "activations": kept * layers * in_flight + again,
+        "logits": np.where(head, _logits(shape, workload, tp, tokens, _LOGIT_COPIES_TRAINED), 0.0),
+    }
+
+
+def live_layer_bytes(shape: DecoderConfig, tp: ArrayLike, workload: Workload) -> Floats:
+    """Bytes a token of one layer's tensors while all live, without scores.
+
+    Two norms' inputs and outputs are whole on every rank (no sequence parallelism): 4 h. Cut by t: q, k, v
+    and the attention's output; gate, up, activated gate and product: 4 f.
+    """
+    query, kv = heads_per_rank(shape, tp)
+    width = np.ceil(shape.intermediate_size / np.asarray(tp, dtype=np.float64))
+    heads = (2 * query + 2 * kv) * shape.head_dim
+    return np.asarray(workload.dtype_bytes * (4.0 * shape.hidden_size + heads + 4 * width))
+
+
+def _score_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, sequences: Floats) -> Floats:
+    """Bytes of one layer's score matrices: b * heads / t * s^2, nothing where attention is fused."""
+    query, _ = heads_per_rank(shape, tp)
+    return np.asarray(workload.attention.saved_bytes * sequences * query * workload.max_sequence_tokens**2)
+
+
+def _logits(shape: DecoderConfig, workload: Workload, tp: Floats, tokens: Floats, copies: int) -> Floats:
+    """fp32 logits of one chunk of tokens, `copies` of them alive at once."""
+    if shape.head == "value":
+        return np.zeros_like(tokens)
+    chunk = np.inf if workload.logits_chunk_tokens is None else workload.logits_chunk_tokens
+    return np.asarray(4.0 * copies * np.minimum(tokens, chunk) * np.ceil(shape.vocab_size / tp))
+
+
+def _groups(tp: Floats, pp: Floats, more: Floats) -> Floats:
+    """Buffers of the unit's communicators, of those across units, and of the default one."""
+    return np.asarray(_GROUP_BYTES * (1.0 + (tp > 1) * 1.0 + (pp > 1) * 1.0 + more))
