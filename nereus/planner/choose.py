@@ -97,6 +97,7 @@ def plan_of(
     request, sets = priced.request, priced.sets
     value = evaluate(problem, dict(enumerate(picks)))
     assert value.feasible, "the search returned a plan that does not fit"
+    assert abs(value.step_s - proof.lower_bound_s) <= 1e-9 * value.step_s, "the bound is the plan's step"
     sharing = {
         serve
         for serve, train in problem.pairs
@@ -112,7 +113,7 @@ def plan_of(
         assignments=assignments,
         placement=placement,
         schedule=request.workload.schedule,
-        step_s=value.step_s,
+        step_s=proof.lower_bound_s,
         stage_s={stage: value.stage_s[at] for at, stage in enumerate(_STAGES)},
         publish_s=value.sync_s,
         pools=_pools(request, problem, value),
