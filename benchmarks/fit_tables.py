@@ -15,51 +15,30 @@ from pathlib import Path
 
 import numpy as np
 
+from nereus.planner.kernel_file import significant, table_of, write_table
 from nereus.planner.kernel_time import KernelModel
 from nereus.planner.measured import MEASURED_GPUS, all_reduce_table, fitted_kernels, read_all_reduce
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "nereus" / "planner" / "data"
 
-# What no public table holds: a share of the bandwidth and the launch cost of small kernels inside a layer.
-ELEMENTWISE = {"elementwise_memory": 0.8, "elementwise_launch_s": 2.0e-6}
-CONSERVATIVE = {
-    "gemm": {"compute": 0.55, "memory": 0.65, "launch_s": 6e-6, "norm": 2.5, "waves": 0.3},
-    "context_attention": {"compute": 0.35, "memory": 0.3, "launch_s": 1.5e-5, "norm": 1.2, "waves": 0.0},
-    "decode_attention": {"compute": 0.3, "memory": 0.6, "launch_s": 1.5e-5, "norm": 2.0, "waves": 0.0},
-    **ELEMENTWISE,
-}
-
-
-def significant(value: float) -> float:
-    """Four significant digits."""
-    return float(f"{value:.4g}")
-
-
-def kernel_tree(kernel: KernelModel) -> dict[str, object]:
-    grid = kernel.correction
-    assert grid is not None, "a fitted kernel has a correction"
-    return {
-        "compute": significant(kernel.compute),
-        "memory": significant(kernel.memory),
-        "launch_s": significant(kernel.launch_s),
-        "norm": significant(kernel.norm),
-        "waves": significant(kernel.waves),
-        "correction": {
-            "axes": [[round(2.0**knot) for knot in axis] for axis in grid.axes],
-            "thousandths": [round(1000 * value) for value in grid.values],
-        },
-    }
+# Below every measured GPU: a plan for unknown hardware must not promise what it cannot keep.
+CONSERVATIVE = table_of(
+    KernelModel(compute=0.55, memory=0.65, launch_s=6e-6, norm=2.5, waves=0.3),
+    KernelModel(compute=0.35, memory=0.3, launch_s=1.5e-5, norm=1.2),
+    KernelModel(compute=0.3, memory=0.6, launch_s=1.5e-5, norm=2.0),
+)
 
 
 def main() -> None:
     folder = Path(os.environ.get("NEREUS_DATA", ROOT.parent / "shared" / "data")) / "perf" / "aiconfigurator"
     (TARGET / "kernels").mkdir(exist_ok=True)
+    write_table(TARGET / "kernels" / "conservative.json", CONSERVATIVE)
     collectives: dict[str, dict[str, object]] = {}
     for name, gpu in MEASURED_GPUS.items():
         fitted = fitted_kernels(folder, gpu)
-        tree = {kind: kernel_tree(kernel) for kind, kernel in fitted.items()} | ELEMENTWISE
-        (TARGET / "kernels" / f"{name}.json").write_text(json.dumps(tree) + "\n")
+        path = TARGET / "kernels" / f"{name}.json"
+        write_table(path, table_of(fitted["gemm"], fitted["context_attention"], fitted["decode_attention"]))
         collectives[name] = {}
         for kind in ("launched", "captured"):
             table = all_reduce_table(read_all_reduce(folder, gpu, captured=kind == "captured"))
@@ -68,9 +47,8 @@ def main() -> None:
                 "sizes_log2": [round(float(np.log2(size)), 3) for size in table.sizes_bytes],
                 "microseconds": [[significant(value * 1e6) for value in line] for line in table.seconds],
             }
-        print(name, (TARGET / "kernels" / f"{name}.json").stat().st_size, "bytes")
+        print(name, path.stat().st_size, "bytes")
     (TARGET / "collectives.json").write_text(json.dumps(collectives) + "\n")
-    (TARGET / "kernels" / "conservative.json").write_text(json.dumps(CONSERVATIVE, indent=1) + "\n")
 
 
 if __name__ == "__main__":

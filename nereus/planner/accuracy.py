@@ -17,11 +17,11 @@ from nereus.planner.collective_time import CollectiveTable
 from nereus.planner.kernel_fit import fit_context_attention, fit_decode_attention, fit_gemm
 from nereus.planner.kernel_time import (
     KernelModel,
-    builtin_kernels,
     context_attention_s,
     decode_attention_s,
     elementwise_s,
     gemm_s,
+    kernel_table,
 )
 from nereus.planner.measured import (
     MEASURED_GPUS,
@@ -169,7 +169,7 @@ def transfer_errors(folder: Path, name: str, *, correction: bool = False) -> Map
     tables' library.
     """
     gpu = gpu_profile(MEASURED_GPUS[name].kind)
-    kernel = builtin_kernels(gpu.kernels).gemm
+    kernel = kernel_table(gpu.kernels).gemm
     model = kernel if correction else replace(kernel, correction=None)
     found: dict[str, tuple[Floats, Floats]] = {}
     for path in sorted(folder.glob(f"{name.lower()}_*_mlp.csv.gz")):

@@ -110,10 +110,10 @@ class PlanRow:
         )
 
 
-def read_plans(data: Path) -> tuple[PlanRow, ...]:
-    """The GH200 plans under `data`, without the one row whose iteration time repeats its reduction time."""
+def read_plans(folder: Path) -> tuple[PlanRow, ...]:
+    """The GH200 plans of `folder`, without the one row whose iteration time repeats its reduction time."""
     plans = []
-    for row in read_rows(data / "perf" / "sailor" / "validation_plans.csv"):
+    for row in read_rows(folder / "validation_plans.csv"):
         if row["gpu"] != "GH-96" or row["file"].endswith("GPT-NEO/N4/plan_config_N4_D4.json"):
             continue
         layers = [int(count) for count in row["layers"].split("|")]

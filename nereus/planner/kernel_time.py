@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nereus.errors import ConfigError, explain
 from nereus.planner.grid import Grid
 from nereus.planner.profile import GpuProfile
 
@@ -95,10 +97,17 @@ def _grid_from_tree(tree: Mapping[str, Any] | None) -> Grid | None:
 
 
 @lru_cache(maxsize=16)
-def builtin_kernels(name: str) -> KernelTable:
-    """The fitted table that ships under a GPU profile's `kernels` name; "conservative" where there is
-    none.
+def kernel_table(name: str) -> KernelTable:
+    """The table that a GPU profile names: one that ships with the package, or the path of a JSON file.
+
+    A name without a table (a GPU that nobody has measured) gets the conservative one. Raises ConfigError when
+    a path cannot be read.
     """
+    if name.endswith(".json"):
+        try:
+            return table_from_tree(json.loads(Path(name).read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(explain(f"cannot read the kernel table {name}", values=repr(error))) from error
     folder = resources.files("nereus.planner") / "data/kernels"
     file = folder / f"{name}.json"
     if not file.is_file():
@@ -135,7 +144,7 @@ def gemm_s(
     `element_bytes` and `speed` describe 8-bit inputs (1, 2); `weight` is the share of the correction that
     counts.
     """
-    kernel = builtin_kernels(gpu.kernels).gemm if model is None else model
+    kernel = kernel_table(gpu.kernels).gemm if model is None else model
     sizes = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in (m, n, k)))
     work = gemm_work(gpu, *sizes, waves=kernel.waves, element_bytes=element_bytes, speed=speed)
     return kernel.seconds(*work, tuple(sizes), weight)
@@ -164,7 +173,7 @@ def context_attention_s(
     model: KernelModel | None = None,
 ) -> Floats:
     """Seconds of causal self-attention over `sequences` sequences of `tokens` tokens; arguments broadcast."""
-    kernel = builtin_kernels(gpu.kernels).context_attention if model is None else model
+    kernel = kernel_table(gpu.kernels).context_attention if model is None else model
     count, length, query, kv = np.broadcast_arrays(
         *(np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads, kv_heads))
     )
@@ -200,7 +209,7 @@ def decode_attention_s(
     model: KernelModel | None = None,
 ) -> Floats:
     """Seconds to attend one new token of every sequence to its `tokens` cached ones; arguments broadcast."""
-    kernel = builtin_kernels(gpu.kernels).decode_attention if model is None else model
+    kernel = kernel_table(gpu.kernels).decode_attention if model is None else model
     count, length, query, kv = np.broadcast_arrays(
         *(np.asarray(value, dtype=np.float64) for value in (sequences, tokens, heads, kv_heads))
     )
@@ -210,7 +219,7 @@ def decode_attention_s(
 
 def elementwise_s(gpu: GpuProfile, moved_bytes: ArrayLike, num_kernels: int) -> Floats:
     """Seconds of `num_kernels` memory-bound kernels that together move `moved_bytes`."""
-    table = builtin_kernels(gpu.kernels)
+    table = kernel_table(gpu.kernels)
     read = np.asarray(moved_bytes, dtype=np.float64) / (gpu.memory_bandwidth_Bps * table.elementwise_memory)
     return np.asarray(num_kernels * table.elementwise_launch_s + read)
 
