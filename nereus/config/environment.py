@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 import os
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 
 def environment_folder() -> Path:
     """Where Nereus keeps what outlives a run (calibration priors): `$NEREUS_HOME`, else `~/.nereus`."""
     return Path(os.environ.get("NEREUS_HOME", "~/.nereus")).expanduser()
+
+
+def prefect_api_url() -> str | None:
+    """The Prefect server that the user chose: `$PREFECT_API_URL`, or the one of the active Prefect profile.
+
+    None means that no server was chosen. Read without importing Prefect, whose settings are fixed by then.
+    """
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    path = Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml"))
+    if not path.is_file():
+        return None
+    profiles = tomllib.loads(path.read_text(encoding="utf-8"))
+    active = os.environ.get("PREFECT_PROFILE", profiles.get("active", ""))
+    url = profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    return str(url) if url else None
+
+
+def set_defaults(values: Mapping[str, str]) -> None:
+    """Put `values` into this process's environment where the user has set nothing."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def is_completing() -> bool:
+    """Whether the shell asks for completions of a command line that is being typed."""
+    return "_NEREUS_COMPLETE" in os.environ

@@ -1,0 +1,61 @@
+"""The commands of `nereus`: a line for each, and where its function is. None is imported before use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command or a group of commands."""
+
+    name: str
+    target: str
+    """`package.module:attribute`; the attribute is a function, or a typer.Typer for a group."""
+    line: str
+    """What it does, for `nereus --help`."""
+    examples: tuple[str, ...] = ()
+
+
+COMMANDS = (
+    Command(
+        name="run",
+        target="nereus.cli.run:run",
+        line="Run a campaign from its YAML file.",
+        examples=(
+            "nereus run examples/count/grpo.yaml",
+            "nereus run examples/count/grpo.yaml steps=10 name=short optimizer.learning_rate=3e-5",
+            'nereus run examples/count/grpo.yaml "plan.actor_training={tp: 4}" cluster.gpus=4',
+            "nereus run examples/count/grpo.yaml --resume",
+        ),
+    ),
+    Command(
+        name="validate",
+        target="nereus.cli.validate:validate",
+        line="Check a campaign without starting anything.",
+        examples=(
+            "nereus validate examples/count/grpo.yaml",
+            "nereus validate examples/count/grpo.yaml plan.actor_training.tp=4",
+        ),
+    ),
+    Command(
+        name="plan",
+        target="nereus.cli.plan:plan",
+        line="Find the best parallelism for a job, and say why.",
+        examples=(
+            "nereus plan --model Qwen/Qwen2.5-7B --cluster h200_sxm:8 --batch 512",
+            "nereus plan --help",
+        ),
+    ),
+    Command(
+        name="config",
+        target="nereus.cli.config:app",
+        line="Look up keys of the configuration, show a whole one, print its schema.",
+    ),
+    Command(
+        name="doctor",
+        target="nereus.cli.doctor:doctor",
+        line="Check this machine, and say what to do about what is missing.",
+        examples=("nereus doctor",),
+    ),
+)

@@ -1,0 +1,29 @@
+"""`nereus validate`: everything that can be known before an actor starts."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from nereus.cli.arguments import CampaignFile, Overrides
+from nereus.config.load import load_campaign
+
+
+def validate(file: CampaignFile, overrides: Overrides = None) -> None:
+    """Check a campaign without starting anything.
+
+    Reads the file, the models' headers, the tokenizer, the prompts and the reward, and checks that they fit
+    together and onto the cluster. Exits with 2 and says what to change when something is wrong.
+    """
+    config = load_campaign(file, overrides or ())
+    console = Console()
+    with console.status("reading models and prompts"):
+        from nereus.tasks.prepare import prepare_campaign  # loads torch
+
+        prepared = prepare_campaign(config)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for label, text in prepared.summary():
+        table.add_row(label, text)
+    table.add_row("run folder", str(config.run_folder))
+    console.print(table)
+    console.print("[green]ok[/green]: this campaign can start")
