@@ -146,7 +146,7 @@ def test_tied_embedding_is_held_by_first_and_last_stage() -> None:
     assert holds(shard_at(model, 1, (3,), Position(pp=0, tp=0))) == 1
 
 
-def test_positions_follow_the_order_of_ranks_and_never_their_size() -> None:
+def test_i12_positions_follow_the_order_of_ranks_and_never_their_size() -> None:
     layout = Layout.make(grouped_model(), tp=2, pp=1, ranks=(9, 3))
     assert layout.position(9) == Position(pp=0, tp=0)
     assert layout.position(3) == Position(pp=0, tp=1)

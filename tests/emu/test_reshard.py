@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def random_plan(seed: int, *, placement: bool | None = None) -> ReshardPlan:
 
 @settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_transition_gives_the_directly_built_shards_at_the_lower_bound(seed: int) -> None:
+def test_i7_any_transition_covers_every_element_once_at_the_lower_bound(seed: int) -> None:
     plan = random_plan(seed)
     outcome = run(plan, stores_of(plan))
     check(plan, outcome)
@@ -182,7 +183,7 @@ def distinct_numbers(plan: ReshardPlan, unit: Unit, rank: Rank) -> dict[str, set
     return out
 
 
-def test_two_hundred_hops_keep_every_bit() -> None:
+def test_i4_two_hundred_hops_keep_every_bit() -> None:
     rng = random.Random(7)
     ranks = tuple(range(10))
     for walk in range(40):
@@ -340,7 +341,7 @@ def test_busiest_sender_is_near_the_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 8])
-def test_relays_keep_the_source_no_busier_than_a_receiver(ranks_per_node: int) -> None:
+def test_i8_relays_send_what_they_received_and_spare_the_source(ranks_per_node: int) -> None:
     model = small_model()
     plan = plan_reshard(
         model,
@@ -460,7 +461,7 @@ def test_units_that_do_not_fit_together_are_refused() -> None:
         plan_reshard(model, one, units_of(model, 2, 1, ranks=(8, 9)), None, Topology.single_node(4))
 
 
-def test_messages_and_operations_stay_within_the_limits() -> None:
+def test_i9_ends_agree_and_stay_within_the_limits() -> None:
     model = decoder_spec(
         DecoderConfig(
             vocab_size=512,
@@ -504,7 +505,7 @@ print(plan.digest, [str(unit) for unit in plan.new])
 """
 
 
-def test_equal_inputs_give_one_plan_in_every_process() -> None:
+def test_i11_equal_inputs_give_one_plan_in_every_process() -> None:
     seen = set()
     for hash_seed in ("0", "1", "2"):
         done = subprocess.run(
@@ -518,6 +519,20 @@ def test_equal_inputs_give_one_plan_in_every_process() -> None:
         seen.add(done.stdout)
     assert len(seen) == 1
     assert len(seen.pop().split()[0]) == 64
+
+
+def test_i10_rounds_rise_on_every_rank_and_match_at_both_ends() -> None:
+    for seed in range(20):
+        plan = random_plan(seed)
+        turns = {rank: plan.rank_plan(rank).rounds for rank in plan.ranks}
+        sent, received = Counter[tuple[int, Rank, Rank]](), Counter[tuple[int, Rank, Rank]]()
+        for rank, rounds in turns.items():
+            numbers = [turn.number for turn in rounds]
+            assert numbers == sorted(set(numbers))
+            for turn in rounds:
+                sent.update((turn.number, rank, message.peer) for message in turn.sends)
+                received.update((turn.number, message.peer, rank) for message in turn.receives)
+        assert sent == received
 
 
 def test_plan_is_a_value() -> None:
