@@ -158,18 +158,19 @@ def _host(
     room = {node: len(columns) for node, columns in members.items()}
     hosted: dict[int, list[int]] = {node: [] for node in members}
     homeless: list[int] = []
-    best = {node: weight[:, columns].max(axis=1) for node, columns in members.items()}
+    best = np.array([weight[:, columns].max(axis=1) for columns in members.values()])  # [nodes, positions]
+    order = {node: index for index, node in enumerate(members)}
     for size in sorted({len(group) for group in groups}, reverse=True):
         same = [group for group in groups if len(group) == size]
         slots = [node for node in members for _ in range(room[node] // size)]
         if slots:
-            worth = np.array([[best[node][group].sum() for node in members] for group in same])
-            order = {node: index for index, node in enumerate(members)}
+            worth = best[:, np.array(same)].sum(axis=2).T  # [groups, nodes]
             rows, columns = linear_sum_assignment(worth[:, [order[node] for node in slots]], maximize=True)
         else:
             rows = columns = np.zeros(0, dtype=np.int64)
         for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
             hosted[slots[j]] += same[i]
             room[slots[j]] -= size
-        homeless += [p for i, group in enumerate(same) if i not in set(rows.tolist()) for p in group]
+        placed = set(rows.tolist())
+        homeless += [p for i, group in enumerate(same) if i not in placed for p in group]
     return hosted, homeless

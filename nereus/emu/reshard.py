@@ -14,6 +14,7 @@ for the placement. Split, Merge, Extend and a general change of layout are shape
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -239,8 +240,8 @@ def _check(
             "load a checkpoint to start from nothing",
         )
     for side, units in (("old", old), ("new", new)):
-        ranks = [rank for unit in units for rank in unit.layout.ranks]
-        if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        counts = Counter(rank for unit in units for rank in unit.layout.ranks)
+        if twice := sorted(rank for rank, count in counts.items() if count > 1):
             raise _unfit(
                 f"ranks {twice} lie in two {side} units", "I1: a rank is in one unit", "give disjoint units"
             )
