@@ -113,9 +113,15 @@ def _stage_times(problem: Problem, program: Program, equal: dict[tuple[int, int]
         side = program.variable(longest, 1.0)
         program.add({side: 1.0, stage[GENERATION]: -1.0}, low=0.0)
         program.add({side: 1.0, stage[INFERENCE]: -1.0, stage[TRAINING]: -1.0}, low=0.0)
+    together: dict[int, dict[int, float]] = {}
     for first, seat in zip(program.first, problem.seats, strict=True):
         terms = {first + c: -float(value) for c, value in enumerate(seat.latency_s)}
-        program.add({stage[seat.stage]: 1.0, **terms}, low=0.0)
+        if seat.stage in problem.in_turn:
+            together.setdefault(seat.stage, {}).update(terms)
+        else:
+            program.add({stage[seat.stage]: 1.0, **terms}, low=0.0)
+    for number, terms in together.items():
+        program.add({stage[number]: 1.0, **terms}, low=0.0)
     for serve, _ in problem.pairs:
         for c, value in enumerate(problem.seats[serve].sync_s.tolist()):
             program.objective[program.first[serve] + c] = value
@@ -124,15 +130,19 @@ def _stage_times(problem: Problem, program: Program, equal: dict[tuple[int, int]
 
 
 def _gpu_rows(problem: Problem, program: Program) -> None:
+    everyone = range(len(problem.seats))
+    own = [index for index in everyone if problem.owns_gpus(index)]
     for stage in range(NUM_STAGES):
-        for pool, limit in enumerate(problem.pools):
-            terms = {
-                first + c: float(seat.gpus[c])
-                for index, (first, seat) in enumerate(zip(program.first, problem.seats, strict=True))
-                if seat.stage == stage or problem.owns_gpus(index)
-                for c in np.flatnonzero(seat.pool == pool).tolist()
-            }
-            program.add(terms, high=float(limit.num_gpus))
+        mine = [index for index in everyone if problem.seats[index].stage == stage and index not in own]
+        groups = [[index] for index in mine] if stage in problem.in_turn else [mine]
+        for group in groups:
+            for pool, limit in enumerate(problem.pools):
+                terms = {
+                    program.first[index] + c: float(problem.seats[index].gpus[c])
+                    for index in (*group, *own)
+                    for c in np.flatnonzero(problem.seats[index].pool == pool).tolist()
+                }
+                program.add(terms, high=float(limit.num_gpus))
 
 
 def _memory_rows(problem: Problem, program: Program, equal: dict[tuple[int, int], int]) -> None:
@@ -142,6 +152,7 @@ def _memory_rows(problem: Problem, program: Program, equal: dict[tuple[int, int]
         total[transient] = 1.0
         held = [program.variable(limit.limit_bytes) for _ in range(NUM_STAGES)]
         total.update(dict.fromkeys(held, 1.0))
+        together: dict[int, dict[int, float]] = {}
         for index, (first, seat) in enumerate(zip(program.first, problem.seats, strict=True)):
             here = np.flatnonzero(seat.pool == pool).tolist()
             if problem.owns_gpus(index):
@@ -151,8 +162,13 @@ def _memory_rows(problem: Problem, program: Program, equal: dict[tuple[int, int]
                 continue
             weights = {first + c: -float(seat.persistent_bytes[c]) for c in here}
             weights |= {equal[index, c]: float(seat.persistent_bytes[c]) for c in here if (index, c) in equal}
-            program.add({held[seat.stage]: 1.0, **weights}, low=0.0)
+            if seat.stage in problem.in_turn:
+                together.setdefault(seat.stage, {}).update(weights)
+            else:
+                program.add({held[seat.stage]: 1.0, **weights}, low=0.0)
             program.add(
                 {transient: 1.0, **{first + c: -float(seat.transient_bytes[c]) for c in here}}, low=0.0
             )
+        for stage, weights in together.items():
+            program.add({held[stage]: 1.0, **weights}, low=0.0)
         program.add(total, high=limit.limit_bytes)

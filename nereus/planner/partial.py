@@ -45,42 +45,35 @@ class Case:
     def __init__(self, problem: Problem, pieces: tuple[Piece, ...]) -> None:
         self.problem = problem
         self.pieces = pieces
-        self.num_partial_plans = 0
         self._tables: dict[tuple[frozenset[int], int, int], Floats] = {}
         self._stairs: dict[tuple[int, int], Staircase] = {}
+        self._root: PartialPlans | None = None
 
     def replace_pieces(self, pieces: tuple[Piece, ...]) -> None:
         """Go on with fewer candidates; the bounds are made anew when asked for."""
         self.pieces = pieces
         self._tables.clear()
         self._stairs.clear()
+        self._root = None
 
     def root(self) -> PartialPlans:
         """The empty plan. Every piece must add at least its smallest bytes, which is known already."""
+        if self._root is None:
+            self._root = self._make_root()
+        return self._root
+
+    def _make_root(self) -> PartialPlans:
         num_pools = len(self.problem.pools)
-        everyone = frozenset(range(len(self.pieces)))
         persistent = np.zeros((NUM_STAGES, num_pools, 1))
         transient = np.zeros((num_pools, 1))
         for piece in self.pieces:
             if piece.holds is not None:
-                here = persistent[piece.holds, piece.pool]
-                np.maximum(here, piece.persistent_bytes.min(initial=np.inf), out=here)
-                np.maximum(
-                    transient[piece.pool],
-                    piece.transient_bytes.min(initial=np.inf),
-                    out=transient[piece.pool],
-                )
-        low = np.array(
-            [
-                [
-                    max(
-                        float(self.table(everyone, stage, pool)[limit.num_gpus])
-                        for pool, limit in enumerate(self.problem.pools)
-                    )
-                ]
-                for stage in range(NUM_STAGES)
-            ]
-        )
+                here, least = persistent[piece.holds, piece.pool], piece.persistent_bytes.min()
+                here[:] = here + least if piece.holds in self.problem.in_turn else np.maximum(here, least)
+                on_top = transient[piece.pool]
+                np.maximum(on_top, piece.transient_bytes.min(), out=on_top)
+        everyone = frozenset(range(len(self.pieces)))
+        low = np.array([[self._least(everyone, stage)] for stage in range(NUM_STAGES)])
         return PartialPlans(
             np.zeros((NUM_STAGES, num_pools, 1), dtype=np.int64),
             persistent,
@@ -90,9 +83,18 @@ class Case:
             (),
         )
 
+    def _least(self, everyone: frozenset[int], stage: int) -> float:
+        """Seconds that a stage takes at least, with all GPUs free."""
+        if stage in self.problem.in_turn:
+            return sum(float(p.latency_s[stage].min()) for p in self.pieces if stage in p.latency_s)
+        return max(
+            float(self.table(everyone, stage, pool)[limit.num_gpus])
+            for pool, limit in enumerate(self.problem.pools)
+        )
+
     def extra(self, remaining: frozenset[int]) -> float:
         """Least publication time that these pieces add."""
-        return sum(float(self.pieces[index].extra_s.min(initial=np.inf)) for index in remaining)
+        return sum(float(self.pieces[index].extra_s.min()) for index in remaining)
 
     def table(self, remaining: frozenset[int], stage: int, pool: int) -> Floats:
         """What the remaining pieces' part of a stage takes at least, by free GPUs of the pool."""
@@ -148,7 +150,7 @@ class Case:
         if piece.holds is not None:
             held = plans.persistent[:, pool, some]
             others = held.sum(axis=0) - held[piece.holds]
-            total = np.maximum(held[piece.holds][:, None], piece.persistent_bytes)
+            total = self._held(piece, held[piece.holds][:, None], piece.persistent_bytes)
             total += np.maximum(plans.transient[pool, some][:, None], piece.transient_bytes)
             total += others[:, None]
             fits &= total <= limit.limit_bytes
@@ -158,16 +160,18 @@ class Case:
             if stage in piece.stages:
                 free = (limit.num_gpus - plans.used[stage, pool, some])[:, None] - piece.gpus
                 fits &= free >= 0
-                rest = self.table(remaining, stage, pool)[np.maximum(free, 0)]
-                value = np.maximum(value, rest)
-                if stage in piece.latency_s:
-                    value = np.maximum(value, piece.latency_s[stage])
+                latency = piece.latency_s.get(stage)
+                if stage not in self.problem.in_turn:
+                    rest = self.table(remaining, stage, pool)[np.maximum(free, 0)]
+                    value = np.maximum(value, rest if latency is None else np.maximum(rest, latency))
+                elif latency is not None:
+                    value = value + (latency - latency.min())
             low.append(value)
-        extra = plans.extra[some][:, None] + (piece.extra_s - piece.extra_s.min(initial=np.inf))
+        extra = plans.extra[some][:, None] + (piece.extra_s - piece.extra_s.min())
         bound = self._compose(low, extra)
         fits &= bound < upper
         plan, row = np.nonzero(fits)
-        return plan + start, row, np.broadcast_to(bound, fits.shape)[plan, row]
+        return plan + start, row, bound[plan, row]
 
     def extend(
         self, plans: PartialPlans, index: int, remaining: frozenset[int], plan: Ints, row: Ints
@@ -178,18 +182,30 @@ class Case:
         pool, gpus = piece.pool, piece.gpus[row]
         if piece.holds is not None:
             held = grown.persistent[piece.holds, pool]
-            np.maximum(held, piece.persistent_bytes[row], out=held)
+            held[:] = self._held(piece, held, piece.persistent_bytes[row])
             np.maximum(grown.transient[pool], piece.transient_bytes[row], out=grown.transient[pool])
         for stage in piece.stages:
+            in_turn, works = stage in self.problem.in_turn, stage in piece.latency_s
+            if in_turn and works:  # it gives its GPUs back
+                grown.low[stage] += piece.latency_s[stage][row] - piece.latency_s[stage].min()
+                continue
             grown.used[stage, pool] += gpus
+            if in_turn:
+                continue
             free = self.problem.pools[pool].num_gpus - grown.used[stage, pool]
             np.maximum(grown.low[stage], self.table(remaining, stage, pool)[free], out=grown.low[stage])
-            if stage in piece.latency_s:
+            if works:
                 np.maximum(grown.low[stage], piece.latency_s[stage][row], out=grown.low[stage])
         extra = grown.extra + (piece.extra_s[row] - piece.extra_s.min())
         return PartialPlans(
             grown.used, grown.persistent, grown.transient, grown.low, extra, (*grown.rows, row)
         )
+
+    def _held(self, piece: Piece, held: Floats, more: Floats) -> Floats:
+        """Persistent bytes of a stage with the piece's; what it adds at least is in `held` from the start."""
+        if piece.holds in self.problem.in_turn:
+            return np.asarray(held + (more - piece.persistent_bytes.min()))
+        return np.maximum(held, more)
 
     def crowd_out(self, plans: PartialPlans, remaining: frozenset[int]) -> PartialPlans:
         """Drop the partial plans that another matches or beats in all that the remaining pieces can feel."""

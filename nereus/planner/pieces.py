@@ -78,7 +78,8 @@ class Piece:
 def cases(problem: Problem) -> Iterator[tuple[Piece, ...]]:
     """Every case of the problem as its pieces, in the order in which they are best joined.
 
-    Training first (it decides most), then generation, then the rest. Cases with an empty piece are left out.
+    Generation on its own GPUs first (it narrows every stage), then training (it decides most),
+    generation, the rest. Cases with an empty piece are left out.
     """
     alone = {
         (index, pool): piece
@@ -106,7 +107,9 @@ def cases(problem: Problem) -> Iterator[tuple[Piece, ...]]:
 
 
 def _join_order(piece: Piece) -> tuple[int, int]:
-    first = {TRAINING: 0, GENERATION: 1}.get(max(piece.latency_s), 2)
+    if piece.holds is None:
+        return 0, 0
+    first = {TRAINING: 1, GENERATION: 2}.get(max(piece.latency_s), 3)
     return first, min(piece.seats)
 
 

@@ -6,7 +6,9 @@
         └───────────── coupled: one layout, weights counted once ──────┘
 ```
 A seat is a model-stage with its candidates. One candidate is chosen for each seat so that
-  - in every stage, the seats on one pool use disjoint GPUs: sum of `gpus` <= the pool's GPUs;
+  - in every stage, the seats on one pool use disjoint GPUs: sum of `gpus` <= the pool's GPUs; where a stage's
+    seats run in turn instead, each may use all of them, the stage lasts as long as all together and their
+    persistent bytes may all meet on one GPU;
   - on every pool, sum over stages of the largest persistent bytes + the largest transient bytes <= the pool's
     limit (a GPU hosts at most one seat of a stage, so this is the worst overlap that can meet on one GPU);
 and the step is shortest: the stages one after the other, a stage as long as its slowest seat (`SYNC`), or
@@ -16,7 +18,8 @@ layouts. This file only defines; `evaluate` is the definition that every solver 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,7 +82,7 @@ class PoolLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """Seats, pools and the rules that join them.
+    """Seats, pools and the rules that join them. The seats of stages `in_turn` run one after another.
 
     `pairs` lists (serving seat, training seat) of each trained model. With `own_generation_pool` the
     generation seat's GPUs are used by nothing else in any stage, so its memory stands alone and nothing
@@ -91,8 +94,10 @@ class Problem:
     pairs: tuple[tuple[int, int], ...] = ()
     timing: Timing = "sync"
     own_generation_pool: bool = False
+    in_turn: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        assert GENERATION not in self.in_turn, "generation has one seat"
         assert self.timing == "sync" or self.own_generation_pool, "overlap needs generation on its own GPUs"
         for serve, train in self.pairs:
             assert self.seats[serve].stage < self.seats[train].stage == TRAINING, "a pair serves, then trains"
@@ -135,6 +140,7 @@ def evaluate(problem: Problem, picks: Mapping[int, int]) -> Evaluation:
     used = [[0] * len(problem.pools) for _ in range(NUM_STAGES)]
     persistent = [[0.0] * len(problem.pools) for _ in range(NUM_STAGES)]
     transient = [0.0] * len(problem.pools)
+    own = [0] * len(problem.pools)
     alone: list[tuple[int, float]] = []
     sync_s = 0.0
     shared = {
@@ -148,16 +154,19 @@ def evaluate(problem: Problem, picks: Mapping[int, int]) -> Evaluation:
         row = picks[index]
         pool = int(seat.pool[row])
         weights = 0.0 if index in shared else float(seat.persistent_bytes[row])
-        stage_s[seat.stage] = max(stage_s[seat.stage], float(seat.latency_s[row]))
+        combine: Callable[[float, float], float] = operator.add if seat.stage in problem.in_turn else max
+        stage_s[seat.stage] = combine(stage_s[seat.stage], float(seat.latency_s[row]))
         if index in serving and index not in shared:
             sync_s += float(seat.sync_s[row])
-        for stage in range(NUM_STAGES) if problem.owns_gpus(index) else (seat.stage,):
-            used[stage][pool] += int(seat.gpus[row])
         if problem.owns_gpus(index):
+            own[pool] += int(seat.gpus[row])
             alone.append((pool, weights + float(seat.transient_bytes[row])))
         else:
-            persistent[seat.stage][pool] = max(persistent[seat.stage][pool], weights)
+            count = max if seat.stage in problem.in_turn else operator.add
+            used[seat.stage][pool] = count(used[seat.stage][pool], int(seat.gpus[row]))
+            persistent[seat.stage][pool] = combine(persistent[seat.stage][pool], weights)
             transient[pool] = max(transient[pool], float(seat.transient_bytes[row]))
+    used = [[taken + kept for taken, kept in zip(row, own, strict=True)] for row in used]
     memory = [sum(by_pool[k] for by_pool in persistent) + transient[k] for k in range(len(problem.pools))]
     for pool, size in alone:
         memory[pool] = max(memory[pool], size)

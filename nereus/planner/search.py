@@ -109,7 +109,7 @@ def _spread(piece: Piece) -> Ints:
     latency = np.sum(list(piece.latency_s.values()), axis=0) + piece.extra_s
     order = np.lexsort((latency, piece.gpus))
     chosen: list[Ints] = []
-    levels = np.quantile(memory, (0.05, 0.3, 1.0))
+    levels = np.sort(memory)[[len(memory) // 20, len(memory) // 3, -1]]
     for level in levels:
         rows = order[memory[order] <= level]
         low = np.minimum.accumulate(latency[rows])

@@ -34,7 +34,15 @@ def random_problem(seed: int) -> Problem:
         pairs.append((order.index("critic.inference"), order.index("critic.training")))
     own = bool(rng.random() < 0.35)
     timing: Timing = "overlap" if own and rng.random() < 0.6 else "sync"
-    return Problem(seats=seats, pools=pools, pairs=tuple(pairs), timing=timing, own_generation_pool=own)
+    in_turn = frozenset(stage for stage in (1, 2) if rng.random() < 0.3)
+    return Problem(
+        seats=seats,
+        pools=pools,
+        pairs=tuple(pairs),
+        timing=timing,
+        own_generation_pool=own,
+        in_turn=in_turn,
+    )
 
 
 def _seat(
