@@ -31,7 +31,9 @@ PRIOR: Mapping[str, float] = {
     "hop_ms": 0.1,
 }
 _HUBER = 0.05  # relative error beyond which a row's pull stops growing
-_ROUNDS = 40
+_TUKEY = 6.0  # robust deviations beyond which a row is ignored
+_ROUNDS = 12
+_FLOOR_S = 1e-9  # a prediction is never shorter
 _CLASSES = ("gemm", "context_attention", "decode_attention", "elementwise", "optimizer", "scale_up")
 
 
@@ -76,27 +78,31 @@ def fit_scalars(
 ) -> Floats:
     """Non-negative scalars [k] from feature rows [n, k] and seconds [n].
 
-    Minimises the Huber loss of `row @ x / seconds - 1` plus `prior_weight * |x - prior|^2` by iteratively
-    reweighted non-negative least squares; an outlier keeps a bounded pull however far it lies.
+    Iteratively reweighted non-negative least squares on errors relative to the prediction so far (relative to
+    the measurement, a row that is far too fast would count most). Huber's weights from a robust start; then
+    Tukey's, which take no notice of a row six robust deviations away. `prior_weight * |x - prior|^2` is
+    added.
     """
     from scipy.optimize import nnls
 
     seconds = np.asarray(measured_s, dtype=np.float64)
-    design = np.asarray(rows, dtype=np.float64) / seconds[:, None]
-    count = design.shape[1]
-    target = np.ones(len(seconds))
-    pull = np.sqrt(prior_weight) * np.eye(count)
-    towards = pull @ (np.zeros(count) if prior is None else np.asarray(prior, dtype=np.float64))
-    weight = np.ones(len(seconds))
-    found = np.zeros(count)
-    for _ in range(_ROUNDS):
-        root = np.sqrt(weight)[:, None]
-        solved, _ = nnls(
-            np.concatenate((root * design, pull)), np.concatenate((root[:, 0] * target, towards))
+    design = np.asarray(rows, dtype=np.float64)
+    start = np.ones(design.shape[1]) if prior is None else np.asarray(prior, dtype=np.float64)
+    pull = np.sqrt(prior_weight) * np.eye(len(start))
+    guess = np.maximum(design @ start, _FLOOR_S)
+    guess = guess * float(np.median(seconds / guess))
+    found = start
+    for step in range(2 * _ROUNDS):
+        error = np.abs(seconds / guess - 1)
+        if step < _ROUNDS:
+            weight = _HUBER / np.maximum(error, _HUBER)
+        else:
+            limit = _TUKEY * max(1.4826 * float(np.median(error)), _HUBER / 5)
+            weight = (1 - np.minimum(error / limit, 1.0) ** 2) ** 2
+        root = np.sqrt(weight) / guess
+        found, _ = nnls(
+            np.concatenate((root[:, None] * design, pull)),
+            np.concatenate((root * seconds, pull @ start)),
         )
-        error = np.abs(design @ solved - target)
-        weight = _HUBER / np.maximum(error, _HUBER)
-        if np.allclose(solved, found, rtol=1e-6, atol=1e-9):
-            break
-        found = solved
-    return np.asarray(solved)
+        guess = np.maximum(design @ found, _FLOOR_S)
+    return np.asarray(found)
