@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.batch import TrainBatch
+from nereus.emu.engines.torch.engine import TorchEngine
 from nereus.emu.unit_groups import UnitGroups
 from tests.emu.engines import torch_cases as cases
 from tests.emu.engines.torch_cases import LLAMA, QWEN2, QWEN3, Case, Pool, TokenLoss, make_batch
@@ -119,6 +120,30 @@ def test_moments_and_step_count_continue_in_another_engine() -> None:
     for kind, arena in first.state.arenas.items():
         assert torch.equal(second.state[kind].flat, arena.flat), kind
     assert second.step_count == 2
+
+
+def test_an_engine_takes_over_a_prepared_state() -> None:
+    case = Case(config=QWEN2)
+    first = cases.build(case, alone(case))
+    first.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2)
+    layout = case.layout(0)
+    second = TorchEngine(
+        case.config, layout, alone(case), optimizer=case.optimizer, device="cpu", state=first.state
+    )
+    second.step_count = first.step_count
+    second.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2)
+    twin = cases.build(case, alone(case))
+    for _ in range(2):
+        twin.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2)
+    assert second.state is first.state
+    assert torch.equal(second.state["theta"].flat, twin.state["theta"].flat)
+
+
+def test_no_rows_score_to_no_rows() -> None:
+    case = Case(config=LLAMA, optimizer=None)
+    scores = cases.build(case, alone(case)).score(BATCH.batch.select([]), micro_batch_rows=4)
+    assert scores.logprobs_bt is not None
+    assert scores.logprobs_bt.shape == (0, 1)
 
 
 def test_metrics_name_the_phases_of_a_step() -> None:

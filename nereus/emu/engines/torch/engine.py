@@ -34,7 +34,11 @@ from nereus.emu.unit_groups import UnitGroups
 
 
 class TorchEngine:
-    """A ScoreEngine, and with an optimizer a TrainEngine. Weights start as zeros: `fill` them."""
+    """A ScoreEngine, and with an optimizer a TrainEngine.
+
+    Without `state` the arenas are new and zero: `fill` them. With it the engine takes over arenas that a
+    transaction has prepared; they must be of this layout's shard and hold every kind of state.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class TorchEngine:
         optimizer: AdamW | None,
         device: torch.device | str = "cpu",
         recompute: bool = False,
+        state: ShardState | None = None,
     ) -> None:
         spec = decoder_spec(config)
         mine = shard(spec, layout, groups.rank)
@@ -53,7 +58,9 @@ class TorchEngine:
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
         self._config, self._groups, self._optimizer = config, groups, optimizer
         self._device = torch.device(device)
-        self._state = ShardState.empty(mine, kinds, self._device)
+        self._state = ShardState.empty(mine, kinds, self._device) if state is None else state
+        assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
+        assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
         self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
         theta = self._state["theta"]
         views = covered(theta) if self._grad is None else leaves(theta, self._grad)
@@ -119,6 +126,7 @@ class TorchEngine:
         """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
         assert self._grad is not None, "built without an optimizer"
         assert self._optimizer is not None, "built without an optimizer"
+        assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
         clock = Clock(self._device)
         with clock.phase("forward_backward"):
             self._grad.flat.zero_()

@@ -41,6 +41,8 @@ def score(
     num_columns = batch.max_response if read == "response" else 1
     device = stage.table.device
     out_kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=device)
+    if batch.num_rows == 0:
+        return out_kbt.cpu()
     pipe = Pipe(groups)
     with torch.no_grad():
         for rows_c in _by_length(batch, micro_batch_rows):
