@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nereus.planner import accuracy, accuracy_serving, accuracy_training
+from nereus.planner import accuracy, accuracy_rl, accuracy_serving, accuracy_training
 from nereus.planner.accuracy import Errors, held_out
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.scalars import TRAINING, features, fit_scalars, with_scalars
@@ -121,3 +121,25 @@ def test_held_out_rows_are_whole_shapes() -> None:
     assert mask.sum() == 50
     assert set(first[mask]).isdisjoint(first[~mask])
     assert held_out(first, second).sum() == 50
+
+
+def test_order_of_published_rl_steps(shared_data: Path) -> None:
+    steps = accuracy_rl.read_published(shared_data / "rl")
+    predicted = np.array([accuracy_rl.predicted_step_s(step) for step in steps])
+    right, pairs = accuracy_rl.concordance(steps, predicted)
+    assert pairs >= 50
+    assert right / pairs > 0.7
+    dense = [index for index, step in enumerate(steps) if step.model in ("LLAMA3.1_8B", "Qwen3-32B")]
+    right, pairs = accuracy_rl.concordance([steps[index] for index in dense], predicted[dense])
+    assert pairs == 4
+    assert right >= 3
+
+
+def test_layouts_known_to_fit_are_called_feasible(shared_data: Path) -> None:
+    layouts = accuracy_rl.read_recommended(shared_data / "rl")
+    assert len(layouts) == 11
+    assert all(layout.fits for layout in layouts)
+    # Their source offloads the optimizer where it must: without it the large models' layouts do not fit.
+    needy = [layout for layout in layouts if layout.layout.offloaded > 0 and "30B" not in layout.model]
+    assert needy
+    assert all(accuracy_rl.without_offload(layout) > 96e9 * 0.9 for layout in needy)
