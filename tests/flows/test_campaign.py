@@ -1,0 +1,200 @@
+"""Whole campaigns on real workers: what they write, that they continue, that they stop when told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nereus.config import CampaignConfig
+from nereus.emu.checkpoint.folder import committed
+from nereus.emu.checkpoint.source import open_checkpoint
+from nereus.errors import Cancelled, CheckpointError, WorkerLost
+from nereus.flows.campaign import campaign, run_steps
+from nereus.record.listener import current_listener
+from nereus.record.metrics import read_records
+from nereus.record.step import StepRecord
+from nereus.tasks.job import open_job
+from nereus.tasks.prepare import prepare_campaign
+
+pytestmark = pytest.mark.usefixtures("server", "ray_pool")
+Make = Callable[..., CampaignConfig]
+
+
+class Watcher:
+    """A listener that keeps what it hears and may act on a stage."""
+
+    def __init__(self, on_stage: Callable[[int, str], None] = lambda step, stage: None) -> None:
+        self.records: list[StepRecord] = []
+        self.stages: list[str] = []
+        self._act = on_stage
+
+    def on_stage(self, step: int, stage: str, seconds: float | None) -> None:
+        if seconds is None:
+            self.stages.append(stage)
+            self._act(step, stage)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def on_message(self, text: str) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left(ray_pool: None) -> Iterator[None]:
+    """Whatever a campaign's end, its GPUs are free again."""
+    yield
+    end = time.monotonic() + 20
+    while ray.available_resources().get("GPU", 0) < 8 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert ray.available_resources().get("GPU", 0) == 8
+
+
+def test_a_campaign_leaves_metrics_report_checkpoint_and_a_model_that_transformers_loads(
+    make_config: Make,
+) -> None:
+    result = campaign(make_config())
+
+    records = read_records(result.metrics)
+    assert [record.step for record in records] == [0, 1, 2]
+    assert [(record.epoch, record.position) for record in records] == [(0, 4), (1, 2), (2, 0)]
+    assert all(record.reward_mean is not None and record.length_mean > 0 for record in records)
+    assert {"generate", "score rewards", "estimate", "learn actor.training", "publish"} <= records[
+        0
+    ].stage_s.keys()
+    assert records[0].plan["actor.training"] == "tp2 pp1 dp1 on 0,1"
+    assert len(records[0].memory_bytes) == 2
+    assert "<html" in result.report.read_text()
+    assert any((result.run_folder / "tensorboard").iterdir())
+    model = AutoModelForCausalLM.from_pretrained(result.model)
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    ids = torch.tensor([tokenizer("a")["input_ids"]])
+    assert torch.isfinite(model(ids).logits).all()
+    assert [path.name for path in committed(result.run_folder / "checkpoints")] == [
+        "step-000002",
+        "step-000003",
+    ]
+
+
+def test_a_run_resumed_at_another_layout_and_dp_goes_on_as_if_never_stopped(
+    make_config: Make, tmp_path: Path
+) -> None:
+    straight = campaign(make_config(steps=5, name="straight", checkpoint={"every_steps": 0}))
+    campaign(make_config(steps=3, name="stopped"))
+    resumed = campaign(
+        make_config(
+            steps=5,
+            name="stopped",
+            plan={"actor_training": {"tp": 1, "pp": 2}, "actor_generation": {"tp": 2}},
+        ),
+        resume=True,
+    )
+    one, other = read_records(straight.metrics), read_records(resumed.metrics)
+    assert [r.step for r in other] == [0, 1, 2, 3, 4]
+    assert [(r.epoch, r.position) for r in one] == [(r.epoch, r.position) for r in other]
+    assert [r.version for r in one] == [r.version for r in other]
+    # Weights differ by rounding only, so the counter-based draws give the same responses.
+    assert [r.response_tokens for r in one] == [r.response_tokens for r in other]
+    assert [r.reward_mean for r in one] == pytest.approx([r.reward_mean for r in other], abs=1e-6)
+    for name in ("loss/actor", "gradient_norm/actor"):
+        assert [r.stats[name] for r in one] == pytest.approx([r.stats[name] for r in other], abs=1e-4)
+    control = open_checkpoint(resumed.checkpoint).control
+    assert (control.step, control.optimizers["actor"].adam_steps) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kind": "ppo", "kl": {"where": "reward", "coefficient": 0.01, "estimator": "k1"}},
+        {"kind": "remax"},
+        {"kind": "grpo", "kl": {"where": "loss", "coefficient": 0.01, "estimator": "k3"}, "entropy": 0.01},
+    ],
+    ids=["ppo-kl-reward", "remax", "grpo-kl-loss"],
+)
+def test_every_algorithm_takes_steps(make_config: Make, algorithm: dict[str, object]) -> None:
+    watcher = Watcher()
+    token = current_listener.set(watcher)
+    try:
+        result = campaign(make_config(algorithm=algorithm, steps=2, tracking="step"))
+    finally:
+        current_listener.reset(token)
+    assert [record.step for record in watcher.records] == [0, 1]
+    last = read_records(result.metrics)[-1]
+    assert last.stats["gradient_norm/actor"] > 0
+    if algorithm["kind"] == "ppo":
+        assert "score values" in watcher.stages
+        assert last.stats["gradient_norm/critic"] > 0
+        assert set(open_checkpoint(result.checkpoint).models) == {"actor", "critic"}
+    if "kl" in algorithm:
+        assert "score reference" in watcher.stages
+
+
+def test_generation_on_the_training_units_shares_their_weights(make_config: Make) -> None:
+    result = campaign(make_config(plan={"actor_training": {"tp": 2}}, steps=2, tracking="full"))
+    records = read_records(result.metrics)
+    assert "publish" not in records[0].stage_s
+    assert records[0].plan["actor.generation"] == records[0].plan["actor.training"]
+
+
+def test_a_reward_that_raises_is_missing_counted_and_teaches_nothing(
+    make_config: Make, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def reward(response):\n    raise RuntimeError('no verdict')\n")
+    result = campaign(
+        make_config(reward={"kind": "python", "function": f"{broken}:reward"}, steps=1, tracking="step")
+    )
+    record = read_records(result.metrics)[0]
+    assert record.num_missing_rewards == 16
+    assert record.reward_mean is None
+    assert record.stats["missing/exception"] == 16
+    assert record.stats["gradient_norm/actor"] == 0
+
+
+def test_a_set_stop_flag_ends_the_step_within_seconds_and_the_checkpoint_stays(make_config: Make) -> None:
+    prepared = prepare_campaign(make_config(steps=50, sampling={"max_new_tokens": 64}, tracking="step"))
+    with open_job(prepared, resume=False) as job:
+        timer = threading.Timer(1.0, job.cluster.stop.set)
+        timer.start()
+        with pytest.raises(Cancelled):
+            run_steps(job)
+        timer.join()
+    found = committed(prepared.config.run_folder / "checkpoints")
+    records = read_records(prepared.config.run_folder / "metrics.jsonl")
+    assert len(records) >= 1
+    saved = [open_checkpoint(path).control.step for path in found]
+    assert saved == list(range(2, len(records) + 1, 2))[-2:]
+
+
+def test_a_killed_worker_is_named_and_the_run_can_be_resumed(make_config: Make) -> None:
+    config = make_config(steps=4, tracking="step")
+    prepared = prepare_campaign(config)
+    with open_job(prepared, resume=False) as job:
+
+        def kill_in_third_step(step: int, stage: str) -> None:
+            if (step, stage) == (2, "generate"):
+                ray.kill(job.cluster._actors[1])
+
+        job.listener = Watcher(kill_in_third_step)
+        with pytest.raises(WorkerLost, match="worker 1 died"):
+            run_steps(job)
+    result = campaign(config, resume=True)
+    assert [record.step for record in read_records(result.metrics)] == [0, 1, 2, 3]
+
+
+def test_a_finished_run_is_neither_overwritten_nor_resumed_with_another_order_of_prompts(
+    make_config: Make,
+) -> None:
+    config = make_config(steps=1, tracking="step")
+    campaign(config)
+    with pytest.raises(CheckpointError, match="--resume"):
+        campaign(config)
+    with pytest.raises(CheckpointError, match="same prompts"):
+        campaign(config.model_copy(update={"seed": 4}), resume=True)
