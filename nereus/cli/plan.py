@@ -32,6 +32,7 @@ from nereus.cli.plan_options import (
     ScheduleName,
     SpaceName,
     SweepRange,
+    TurnsName,
 )
 
 if TYPE_CHECKING:  # loaded when a plan is made, so that --help is instant
@@ -57,6 +58,7 @@ def plan(
     reward: Reward = None,
     schedule: ScheduleName = "sync",
     placement: PlacementName = "auto",
+    turns: TurnsName = "never",
     space: SpaceName = "pow2",
     fix: FixedChoices = None,
     compare: Compare = None,
@@ -89,6 +91,7 @@ def plan(
         epochs=epochs,
         schedule=schedule,
         placement=placement,
+        turns=turns,
         space=space,
         fix=tuple(fix or ()),
     )

@@ -81,6 +81,15 @@ PlacementName = Annotated[
         rich_help_panel=_SPACE,
     ),
 ]
+TurnsName = Annotated[
+    str,
+    typer.Option(
+        "--turns",
+        help="never: the models of a stage run side by side on GPUs of their own. always: one after another "
+        "on the same GPUs. auto: whichever is faster.",
+        rich_help_panel=_SPACE,
+    ),
+]
 SpaceName = Annotated[
     str,
     typer.Option(

@@ -13,10 +13,10 @@ from nereus.planner.layouts import Space
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.request import Placement, PlanRequest
+from nereus.planner.request import Placement, PlanRequest, Turns
 from nereus.planner.workload import Algorithm, ModelShapes, Schedule, Workload
 
-Word = TypeVar("Word", Algorithm, Schedule, Placement, Space)
+Word = TypeVar("Word", Algorithm, Schedule, Placement, Turns, Space)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class PlanWords:
     epochs: int
     schedule: str
     placement: str
+    turns: str
     space: str
     fix: tuple[str, ...]
 
@@ -70,6 +71,7 @@ def read_request(words: PlanWords) -> PlanRequest:
         cluster=ClusterProfile.load(words.cluster),
         space=_one_of(Space, "--space", words.space),
         placement=placement,
+        turns=_one_of(Turns, "--turns", words.turns),
         fixed=tuple(fix for text in words.fix for fix in parse_fixes(text)),
     )
 

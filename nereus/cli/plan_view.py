@@ -94,7 +94,7 @@ def _heading(request: PlanRequest, plan: Plan) -> Text:
     work = request.workload
     text = Text(f"{plan.step_s:.4g} s a step", style="bold green")
     text.append(
-        f"  {work.algorithm} · {work.schedule} · {plan.placement} · {request.cluster.name} · "
+        f"  {work.algorithm} · {work.schedule} · {plan.arrangement} · {request.cluster.name} · "
         f"{work.num_prompts} x {work.num_samples} responses of {work.response.mean:.0f} tokens "
         f"(max {work.response.maximum:.0f}) after {work.prompt_tokens}",
         style="default",
@@ -169,7 +169,7 @@ def _bottleneck(plan: Plan) -> Text:
 
 
 def _others(best: Plan, others: Sequence[Plan]) -> Table:
-    table = _table("step", "", "actor.generation", "actor.training", "placement", title="Runner-ups")
+    table = _table("step", "", "actor.generation", "actor.training", "arrangement", title="Runner-ups")
     for plan in others:
         shown = {item.model_stage: item for item in plan.assignments}
         cells = [
@@ -178,7 +178,7 @@ def _others(best: Plan, others: Sequence[Plan]) -> Table:
             if name in ("actor.generation", "actor.training")
         ]
         table.add_row(
-            f"{plan.step_s:.4g} s", f"+{plan.step_s / best.step_s - 1:.1%}", *cells, str(plan.placement)
+            f"{plan.step_s:.4g} s", f"+{plan.step_s / best.step_s - 1:.1%}", *cells, str(plan.arrangement)
         )
     return table
 

@@ -17,7 +17,7 @@ from nereus.planner.fixed import Choice, chosen, chosen_number
 from nereus.planner.layouts import check_fixed, layouts
 from nereus.planner.memory import stage_memories, usable_bytes
 from nereus.planner.problem import Floats, Ints, PoolLimit, Problem, Seat, Timing
-from nereus.planner.request import Option, PlanRequest
+from nereus.planner.request import Arrangement, Option, Placement, PlanRequest
 from nereus.planner.workload import ModelStage, Recompute, Schedule, Stage, Workload
 
 STAGES = tuple(Stage)
@@ -64,8 +64,11 @@ def candidate_sets(request: PlanRequest) -> tuple[CandidateSet, ...]:
     return tuple(_candidates(request, model_stage) for model_stage in request.workload.model_stages)
 
 
-def problem_of(request: PlanRequest, sets: Sequence[CandidateSet], *, own_generation_pool: bool) -> Problem:
-    """The selection problem over these candidates."""
+def problem_of(
+    request: PlanRequest, sets: Sequence[CandidateSet], arrangement: Arrangement | None = None
+) -> Problem:
+    """The selection problem over these candidates, by default in the request's first arrangement."""
+    arrangement = arrangement or request.arrangements[0]
     index = {item.model_stage: at for at, item in enumerate(sets)}
     timing: Timing = "sync" if request.workload.schedule is Schedule.SYNC else "overlap"
     return Problem(
@@ -79,7 +82,8 @@ def problem_of(request: PlanRequest, sets: Sequence[CandidateSet], *, own_genera
         ),
         pairs=tuple((index[serve], index[train]) for serve, train in PAIRS if serve in index),
         timing=timing,
-        own_generation_pool=own_generation_pool,
+        own_generation_pool=arrangement.placement is Placement.DISAGGREGATED,
+        in_turn=frozenset(STAGES.index(stage) for stage in arrangement.in_turn),
     )
 
 

@@ -16,9 +16,9 @@ from nereus.planner.memory import stage_memory
 from nereus.planner.plan import Assignment, Plan, PoolUse, Proof
 from nereus.planner.problem import NUM_STAGES, Evaluation, Problem, evaluate
 from nereus.planner.ranks import Block, PoolSize, place
-from nereus.planner.request import Placement, PlanRequest
+from nereus.planner.request import Arrangement, PlanRequest
 from nereus.planner.search import Selection, solve
-from nereus.planner.workload import ModelStage, Schedule, Stage
+from nereus.planner.workload import ModelStage, Stage
 
 _STAGES = tuple(Stage)
 
@@ -55,26 +55,17 @@ def best_plan(request: PlanRequest) -> Plan | None:
     return best_of(Priced.of(request))
 
 
-def placements(request: PlanRequest) -> tuple[Placement, ...]:
-    """What the schedule allows: generation beside the rest needs GPUs of its own."""
-    if request.workload.schedule is not Schedule.SYNC:
-        return (Placement.DISAGGREGATED,)
-    return (request.placement,) if request.placement is not None else tuple(Placement)
-
-
 def best_of(priced: Priced, *, shorter_than_s: float = float("inf")) -> Plan | None:
     """The best plan of a priced request if its step is shorter than `shorter_than_s`."""
     start = time.perf_counter()
-    best: tuple[Placement, Problem, Selection] | None = None
-    for placement in placements(priced.request):
-        problem = problem_of(
-            priced.request, priced.sets, own_generation_pool=placement is Placement.DISAGGREGATED
-        )
+    best: tuple[Arrangement, Problem, Selection] | None = None
+    for arrangement in priced.request.arrangements:
+        problem = problem_of(priced.request, priced.sets, arrangement)
         found = solve(problem, upper_s=best[2].step_s if best else shorter_than_s)
-        best = best if found is None else (placement, problem, found)
+        best = best if found is None else (arrangement, problem, found)
     if best is None:
         return None
-    placement, problem, found = best
+    arrangement, problem, found = best
     proof = Proof(
         lower_bound_s=found.step_s,
         root_bound_s=found.root_bound_s,
@@ -82,7 +73,7 @@ def best_of(priced: Priced, *, shorter_than_s: float = float("inf")) -> Plan | N
         num_partial_plans=found.stats.num_partial_plans,
         search_s=time.perf_counter() - start,
     )
-    return plan_of(priced, problem, found.picks, placement=placement, proof=proof)
+    return plan_of(priced, problem, found.picks, arrangement=arrangement, proof=proof)
 
 
 def plan_of(
@@ -90,7 +81,7 @@ def plan_of(
     problem: Problem,
     picks: Sequence[int],
     *,
-    placement: Placement,
+    arrangement: Arrangement,
     proof: Proof,
 ) -> Plan:
     """The plan that a choice of candidates stands for."""
@@ -101,7 +92,7 @@ def plan_of(
     sharing = {
         serve
         for serve, train in problem.pairs
-        if placement is Placement.COLOCATED
+        if not problem.owns_gpus(serve)
         and problem.seats[serve].layout[picks[serve]] == problem.seats[train].layout[picks[train]]
     }
     ranks = _ranks(request, sets, problem, picks, sharing)
@@ -111,7 +102,7 @@ def plan_of(
     )
     return Plan(
         assignments=assignments,
-        placement=placement,
+        arrangement=arrangement,
         schedule=request.workload.schedule,
         step_s=proof.lower_bound_s,
         stage_s={stage: value.stage_s[at] for at, stage in enumerate(_STAGES)},
@@ -155,7 +146,7 @@ def _ranks(
     sizes = [
         PoolSize(num_gpus=pool.num_gpus, gpus_per_node=pool.gpus_per_node) for pool in request.cluster.pools
     ]
-    ranks = place(blocks, sizes)
+    ranks = place(blocks, sizes, problem.in_turn)
     return ranks | {problem.seats[at].name: ranks[problem.seats[trainer[at]].name] for at in sharing}
 
 

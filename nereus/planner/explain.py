@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.planner.candidate_set import CandidateSet, problem_of
-from nereus.planner.choose import Priced, best_of, placements
+from nereus.planner.choose import Priced, best_of
 from nereus.planner.lean import leanest
 from nereus.planner.plan import Plan
-from nereus.planner.request import Placement
 from nereus.planner.search import root_bound
 from nereus.planner.workload import ModelStage
 
@@ -110,10 +109,7 @@ def families(priced: Priced, best: Plan, model_stages: Iterable[ModelStage] = _A
 def _solved(priced: Priced, best: Plan, model_stage: ModelStage, cut: Cut) -> Family:
     only = priced.keep(model_stage, _is_cut(priced.set_of(model_stage), cut))
     tp, pp = cut
-    bound_s = min(
-        root_bound(problem_of(only.request, only.sets, own_generation_pool=at is Placement.DISAGGREGATED))
-        for at in placements(only.request)
-    )
+    bound_s = min(root_bound(problem_of(only.request, only.sets, at)) for at in only.request.arrangements)
     if np.isfinite(bound_s) and bound_s > _WORTH_SOLVING * best.step_s:
         return Family(
             model_stage=model_stage,

@@ -8,7 +8,7 @@ from typing import Any
 
 from nereus.planner.cost import StageCost
 from nereus.planner.memory import StageMemory
-from nereus.planner.request import Option, Placement
+from nereus.planner.request import Arrangement, Option
 from nereus.planner.workload import ModelStage, Schedule, Stage
 
 
@@ -87,10 +87,10 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The best plan of a request. `stage_s` is the longest model-stage of each stage."""
+    """The best plan of a request. `stage_s` is a stage's longest model-stage, or all of them taking turns."""
 
     assignments: tuple[Assignment, ...]
-    placement: Placement
+    arrangement: Arrangement
     schedule: Schedule
     step_s: float
     stage_s: Mapping[Stage, float]
@@ -124,7 +124,8 @@ class Plan:
         """The plan as plain JSON values."""
         return {
             "step_s": self.step_s,
-            "placement": str(self.placement),
+            "placement": str(self.arrangement.placement),
+            "in_turn": sorted(str(stage) for stage in self.arrangement.in_turn),
             "schedule": str(self.schedule),
             "stage_s": {str(stage): seconds for stage, seconds in self.stage_s.items()},
             "publish_s": self.publish_s,

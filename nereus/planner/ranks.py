@@ -6,8 +6,9 @@ right end:
 
     [ generation of its own | shared critic ──▶      free      ◀── everything else of the stage ]
 
-Both ends take larger tp first. Sizes of TP groups divide the node, so each start is aligned to the group that
-begins there, and one free stretch is left in the middle: whatever the GPU counts allow can be placed.
+Where the models of a stage run in turn each starts at its end again. Both ends take larger tp first.
+Sizes of TP groups divide the node, so each start is aligned to the group that begins there, and one free
+stretch is left in the middle: whatever the GPU counts allow can be placed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ class PoolSize:
     gpus_per_node: int
 
 
-def place(blocks: Sequence[Block], pools: Sequence[PoolSize]) -> dict[str, tuple[int, ...]]:
+def place(
+    blocks: Sequence[Block], pools: Sequence[PoolSize], in_turn: frozenset[int] = frozenset()
+) -> dict[str, tuple[int, ...]]:
     """The ranks of every block, by name. Ranks of pool k follow those of the pools before it.
+
+    Blocks of a stage `in_turn` may overlap.
 
     Assumes that each stage fits its pool by count. Raises InvalidLayout if a TP group would straddle two
     nodes, which powers of two never do.
@@ -47,14 +52,14 @@ def place(blocks: Sequence[Block], pools: Sequence[PoolSize]) -> dict[str, tuple
     placed: dict[str, tuple[int, ...]] = {}
     offset = 0
     for number, pool in enumerate(pools):
-        for block, first in _on_pool([block for block in blocks if block.pool == number], pool):
+        for block, first in _on_pool([block for block in blocks if block.pool == number], pool, in_turn):
             _check(block, first, pool)
             placed[block.name] = tuple(range(offset + first, offset + first + block.num_gpus))
         offset += pool.num_gpus
     return placed
 
 
-def _on_pool(blocks: Sequence[Block], pool: PoolSize) -> list[tuple[Block, int]]:
+def _on_pool(blocks: Sequence[Block], pool: PoolSize, in_turn: frozenset[int]) -> list[tuple[Block, int]]:
     """Each block with its first GPU in the pool."""
     placed: list[tuple[Block, int]] = []
     wide_first = sorted(blocks, key=lambda block: (-block.tp, block.name))
@@ -67,8 +72,8 @@ def _on_pool(blocks: Sequence[Block], pool: PoolSize) -> list[tuple[Block, int]]
         end = pool.num_gpus
         for block in wide_first:
             if block not in lasting and max(block.stages) == stage:
-                end -= block.num_gpus
-                placed.append((block, end))
+                placed.append((block, end - block.num_gpus))
+                end -= 0 if stage in in_turn else block.num_gpus
     return placed
 
 

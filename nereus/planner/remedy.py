@@ -12,14 +12,14 @@ import numpy as np
 
 from nereus.errors import Infeasible, explain
 from nereus.planner.candidate_set import problem_of
-from nereus.planner.choose import Priced, best_of, best_plan, placements
+from nereus.planner.choose import Priced, best_of, best_plan
 from nereus.planner.fixed import Choice
 from nereus.planner.layouts import Space
 from nereus.planner.lean import GB, leanest
 from nereus.planner.plan import Plan
 from nereus.planner.problem import Problem
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.request import Placement, PlanRequest
+from nereus.planner.request import PlanRequest, Turns
 from nereus.planner.search import solve
 from nereus.planner.workload import Recompute, Stage
 
@@ -72,7 +72,7 @@ def shortage(priced: Priced) -> str:
             if not item.cuts:
                 return f"no layout of {item.model_stage} has the fixed sizes on this cluster"
             return f"{item.model_stage} {leanest(request, item.model_stage).text}"
-    for stage in Stage:
+    for stage in Stage if request.turns is Turns.NEVER else ():
         busy = [item for item in priced.sets if item.model_stage.stage is stage]
         fewest = [int(item.seat.gpus.min()) for item in busy]
         if sum(fewest) > request.cluster.num_gpus:
@@ -86,10 +86,7 @@ def shortage(priced: Priced) -> str:
 
 def _memory_shortage(priced: Priced) -> str:
     """The least memory with which a plan would exist, as a multiple of what there is, by bisection."""
-    ways = [
-        problem_of(priced.request, priced.sets, own_generation_pool=way is Placement.DISAGGREGATED)
-        for way in placements(priced.request)
-    ]
+    ways = [problem_of(priced.request, priced.sets, way) for way in priced.request.arrangements]
     low, high = 1.0, _MOST_MEMORY
     if not any(_fits(problem, high) for problem in ways):
         return "the model-stages of one stage need more GPUs than there are where each of them fits"
@@ -135,6 +132,8 @@ def _smaller_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     )
     for fix in request.fixed:
         yield f"leaving {fix} free", replace(request, fixed=tuple(f for f in request.fixed if f is not fix))
+    if request.turns is not Turns.AUTO:
+        yield "letting models take turns on the same GPUs", replace(request, turns=Turns.AUTO)
     if request.placement is not None:
         yield "leaving the placement free", replace(request, placement=None)
     if request.space is Space.POW2:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import combinations
 
 from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.fixed import Fix
 from nereus.planner.layouts import Space
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.workload import Recompute, Workload
+from nereus.planner.workload import Recompute, Schedule, Stage, Workload
 
 
 class Placement(StrEnum):
@@ -17,6 +18,30 @@ class Placement(StrEnum):
 
     COLOCATED = "colocated"
     DISAGGREGATED = "disaggregated"
+
+
+class Turns(StrEnum):
+    """Whether the models of one stage may run one after another on the same GPUs.
+
+    Elastic units hold that within a stage a rank belongs to one unit (invariant I1), hence `NEVER` by
+    default.
+    """
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How stages and models share GPUs: where generation runs, and in which stages the models take turns."""
+
+    placement: Placement
+    in_turn: frozenset[Stage] = frozenset()
+
+    def __str__(self) -> str:
+        turns = [f"{stage} in turn" for stage in Stage if stage in self.in_turn]
+        return ", ".join([str(self.placement), *turns])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +86,27 @@ class PlanRequest:
     cluster: ClusterProfile
     space: Space = Space.POW2
     placement: Placement | None = None
+    turns: Turns = Turns.NEVER
     options: StageOptions = StageOptions()
     fixed: tuple[Fix, ...] = ()
     calibration: Calibration = NEUTRAL
+
+    @property
+    def arrangements(self) -> tuple[Arrangement, ...]:
+        """All that may be chosen, the most usual first. Generation beside the rest needs GPUs of its own."""
+        stages = [item.stage for item in self.workload.model_stages]
+        shared = [stage for stage in Stage if stages.count(stage) > 1]
+        if self.turns is Turns.NEVER:
+            turns = [frozenset[Stage]()]
+        elif self.turns is Turns.ALWAYS:
+            turns = [frozenset(shared)]
+        else:
+            sizes = range(len(shared) + 1)
+            turns = [frozenset(some) for size in sizes for some in combinations(shared, size)]
+        if self.workload.schedule is not Schedule.SYNC:
+            placements: tuple[Placement, ...] = (Placement.DISAGGREGATED,)
+        else:
+            placements = tuple(Placement) if self.placement is None else (self.placement,)
+        return tuple(
+            Arrangement(placement=placement, in_turn=in_turn) for in_turn in turns for placement in placements
+        )

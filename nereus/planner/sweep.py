@@ -75,7 +75,8 @@ def with_layouts(priced: Priced, plan: Plan) -> Priced:
         priced = priced.keep(
             item.model_stage, np.asarray(same & (rows.seat.pool == kinds.index(item.gpu_kind)))
         )
-    return Priced(request=replace(priced.request, placement=plan.placement), sets=priced.sets)
+    request = replace(priced.request, placement=plan.arrangement.placement)
+    return Priced(request=request, sets=priced.sets)
 
 
 def with_response_length(request: PlanRequest, longest: float) -> PlanRequest:

@@ -136,8 +136,8 @@ def test_memory_of_each_gpu_is_within_what_the_search_allowed() -> None:
 
 
 def test_best_plan_at_2k_stops_fitting_at_4k_and_another_takes_over() -> None:
-    """The drift that makes a frozen plan fail: PPO of an 8B on 16 A100-80 that keep their activations."""
-    asked = request("2x8xA100-80", batch=512, longest=2048, fixed="recompute=none")
+    """The drift that makes a frozen plan fail: PPO of an 8B on 16 H100 that keep their activations."""
+    asked = request("2x8xH100", batch=512, longest=2048, fixed="recompute=none")
     result = sweep(asked, (2048, 4096), with_response_length)
     early, late = result.segments
     assert early.step_s[1] is None

@@ -132,6 +132,7 @@ def test_help_teaches_every_option() -> None:
         (["--prompt-len", "0"], ConfigError, "number of tokens"),
         (["--space", "all"], ConfigError, "pow2, general"),
         (["--schedule", "later"], ConfigError, "sync, one-step-off, async"),
+        (["--turns", "often"], ConfigError, "never, auto, always"),
         (["--placement", "here"], ConfigError, "colocated, disaggregated"),
         (["--schedule", "async", "--placement", "colocated"], ConfigError, "GPUs of its own"),
         (["--fix", "tp"], ConfigError, "choice=value"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,10 @@ from plan_requests import request
 from nereus.errors import InvalidLayout
 from nereus.planner.choose import best_plan
 from nereus.planner.layouts import Space
+from nereus.planner.occupancy import occupancy
 from nereus.planner.ranks import Block, PoolSize, place
-from nereus.planner.request import Placement
+from nereus.planner.remedy import remedies
+from nereus.planner.request import Placement, Turns
 from nereus.planner.workload import Schedule, Stage
 
 NODE = 8
@@ -77,7 +81,8 @@ def test_plan_has_disjoint_ranks_in_each_stage(space: Space, placement: Placemen
     for stage in Stage:
         items = [item for item in plan.assignments if item.model_stage.stage is stage]
         taken = [rank for item in items for rank in item.ranks]
-        assert len(taken) == len(set(taken)) <= 16
+        assert set(taken) <= set(range(16))
+        assert len(taken) == len(set(taken)) or stage in plan.arrangement.in_turn
     for item in plan.assignments:
         assert len(item.units) == item.dp
         assert all(len(unit) == item.tp * item.pp for unit in item.units)
@@ -95,11 +100,34 @@ def test_plan_has_disjoint_ranks_in_each_stage(space: Space, placement: Placemen
         assert all(generation.isdisjoint(item.ranks) for item in plan.assignments[1:])
 
 
+def test_models_that_take_turns_make_a_small_cluster_enough() -> None:
+    asked = request("1x2xH100", "qwen3-0.6b")
+    assert best_plan(asked) is None  # three models would score side by side
+    assert any("turns" in remedy.change for remedy in remedies(asked))
+    plan = best_plan(replace(asked, turns=Turns.AUTO))
+    assert plan is not None
+    assert Stage.INFERENCE in plan.arrangement.in_turn
+    scored = [item for item in plan.assignments if item.model_stage.stage is Stage.INFERENCE]
+    assert plan.stage_s[Stage.INFERENCE] == pytest.approx(sum(item.cost.latency_s for item in scored))
+    for group in occupancy(plan):
+        assert group.total_bytes <= group.usable_bytes
+
+
+def test_more_freedom_to_take_turns_is_never_worse() -> None:
+    steps = {
+        turns: plan.step_s
+        for turns in Turns
+        if (plan := best_plan(replace(request("2x8xH100"), turns=turns))) is not None
+    }
+    assert len(steps) == 3
+    assert steps[Turns.AUTO] == min(steps.values())
+
+
 @pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.ASYNC])
 def test_overlapping_schedule_takes_the_longer_side(schedule: Schedule) -> None:
     plan = best_plan(request("4x8xH100", schedule=schedule))
     assert plan is not None
-    assert plan.placement is Placement.DISAGGREGATED
+    assert plan.arrangement.placement is Placement.DISAGGREGATED
     generation, *rest = plan.stage_s.values()
     assert plan.step_s == pytest.approx(max(generation, sum(rest)) + plan.publish_s)
     assert plan.publish_s > 0
