@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nereus.emu.engines.torch.collectives import copy_to, reduce_from
+from nereus.emu.engines.torch.product import product
 from nereus.emu.engines.torch.rms_norm import rms_norm
 from nereus.emu.engines.torch.rope import rotate
 from nereus.emu.engines.torch.rows import take_rows
@@ -96,12 +97,12 @@ def decoder_layer(
     heads_n = attend(index, q_nqd, k_nkd, v_nkd)
     if select_m is not None:
         heads_n, x_nh = take_rows(heads_n, select_m), take_rows(x_nh, select_m)
-    attended_nh = reduce_from(F.linear(heads_n, layer.out), tp)
+    attended_nh = reduce_from(product(heads_n, layer.out), tp)
     if layer.out_bias is not None:
         attended_nh = attended_nh + layer.out_bias
     x_nh = x_nh + attended_nh
     normed_nh = copy_to(rms_norm(x_nh, layer.post_norm, eps), tp)
-    return x_nh + reduce_from(F.linear(swiglu(F.linear(normed_nh, layer.gate_up)), layer.down), tp)
+    return x_nh + reduce_from(product(swiglu(product(normed_nh, layer.gate_up)), layer.down), tp)
 
 
 def queries_keys_values(
@@ -110,7 +111,7 @@ def queries_keys_values(
     """This rank's rotated queries and keys, and values: [n, q, d], [n, k, d], [n, k, d]."""
     d, eps = stage.config.head_dim, stage.config.norm_eps
     num_query, num_kv = layer.num_query, layer.num_kv
-    qkv = F.linear(x_nh, layer.qkv, layer.qkv_bias).view(-1, num_query + 2 * num_kv, d)
+    qkv = product(x_nh, layer.qkv, layer.qkv_bias).view(-1, num_query + 2 * num_kv, d)
     if layer.q_norm is None or layer.k_norm is None:
         qk, v_nkd = torch.split(qkv, [num_query + num_kv, num_kv], dim=1)
         q_nqd, k_nkd = torch.split(rotate(qk, *rotation), [num_query, num_kv], dim=1)
@@ -130,7 +131,7 @@ def final_norm(x_mh: Tensor, stage: StageWeights) -> Tensor:
 def local_logits(x_mh: Tensor, stage: StageWeights) -> Tensor:
     """Logits of this rank's token ids `stage.vocab` (no pad columns) from normed hidden states; [m, v]."""
     assert stage.head is not None, "only the last stage of a language model has the head"
-    return F.linear(x_mh, stage.head)
+    return product(x_mh, stage.head)
 
 
 def full_logits(x_mh: Tensor, stage: StageWeights) -> Tensor:
