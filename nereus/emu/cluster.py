@@ -9,6 +9,7 @@ whole under one lock. Actors are owned by this process: when it dies, however it
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from nereus.emu.layout import Rank
+from nereus.emu.signals import kept_handler
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.worker import Worker
 from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, explain
@@ -73,13 +75,14 @@ class Cluster:
         owns = not ray.is_initialized()
         private = address == "local"
         if owns:
-            ray.init(
-                address=address,
-                include_dashboard=False if private else None,
-                num_gpus=num_workers if private and device == "cpu" else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with kept_handler(signal.SIGTERM):
+                ray.init(
+                    address=address,
+                    include_dashboard=False if private else None,
+                    num_gpus=num_workers if private and device == "cpu" else None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         host = "127.0.0.1" if private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         actor = ray.remote(Worker).options(num_cpus=0, num_gpus=1, max_restarts=0)
         actors = {rank: actor.remote(rank, device, threads) for rank in range(num_workers)}
