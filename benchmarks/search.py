@@ -41,7 +41,7 @@ from nereus.planner.workload import Algorithm, ModelShapes, Workload
 SOLVERS = ("ours", "scip", "highs", "cp-sat", "mcmc")
 GPUS = (32, 128, 512, 1024, 4096, 16384)
 ARRAYS = ("pool", "gpus", "persistent_bytes", "transient_bytes", "latency_s", "sync_s", "layout")
-MCMC_BUDGET_S = 10.0
+MCMC_BUDGET_S = 5.0
 
 
 def instance(num_gpus: int, space: Space) -> tuple[Problem, float]:
