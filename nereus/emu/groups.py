@@ -45,6 +45,7 @@ class Generation:
     workers: tuple[Rank, ...]
     timeout_s: float
     _store: Client
+    _num_meetings: int = 0
     _cache: dict[tuple[Rank, ...], ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
@@ -75,27 +76,22 @@ class Generation:
             )
         store = PrefixStore(f"generation/{number}", connect(address, timeout_s=timeout_s))
         meet(store, "join", me=worker, workers=everyone, timeout_s=timeout_s)
+        generation = cls(number=number, worker=worker, workers=everyone, timeout_s=timeout_s, _store=store)
         try:
             dist.init_process_group(
                 backend,
                 store=PrefixStore("world", store),
-                rank=everyone.index(worker),
+                rank=generation.rank,
                 world_size=len(everyone),
                 timeout=timedelta(seconds=timeout_s),
                 device_id=device if backend == "nccl" else None,
             )
-        except RuntimeError as error:
+            generation._meet_connected()
+        except (RuntimeError, TransportError) as error:
             if dist.is_initialized():
-                dist.destroy_process_group()
-            raise TransportError(
-                explain(
-                    f"worker {worker} could not start generation {number}",
-                    values=f"workers={list(everyone)}: {str(error).splitlines()[0]}",
-                    rule="all must connect to one another",
-                    remedy="join a new generation without the workers that died",
-                )
-            ) from error
-        return cls(number=number, worker=worker, workers=everyone, timeout_s=timeout_s, _store=store)
+                generation.leave(broken=True)
+            raise generation._unconnected(error) from error
+        return generation
 
     @property
     def rank(self) -> int:
@@ -119,16 +115,20 @@ class Generation:
     def group(self, workers: tuple[Rank, ...]) -> ProcessGroup | None:
         """The group of these workers in the given order; None if there is one only, or for outsiders.
 
-        Collective over the whole generation: every worker asks for the same groups in the same order.
+        Collective over the whole generation: every worker asks for the same groups in the same order. Raises
+        TransportError when they do not connect; leave the generation then.
         """
         if len(workers) < 2:
             return None
         if workers not in self._cache:
-            made = dist.new_group(
-                [self.world_rank(worker) for worker in workers],
-                timeout=timedelta(seconds=self.timeout_s),
-                sort_ranks=False,
-            )
+            try:
+                made = dist.new_group(
+                    [self.world_rank(worker) for worker in workers],
+                    timeout=timedelta(seconds=self.timeout_s),
+                    sort_ranks=False,
+                )
+            except RuntimeError as error:
+                raise self._unconnected(error) from error
             # new_group gives outsiders a sentinel that is no group.
             self._cache[workers] = made if isinstance(made, ProcessGroup) else None
         return self._cache[workers]
@@ -137,7 +137,7 @@ class Generation:
         """This worker's groups in the units of one model-stage; None when it holds no part of it.
 
         Collective over the generation, like `group`. The units have one shape (tp, pp, layers), since data
-        parallelism joins equal positions. Raises InvalidLayout otherwise.
+        parallelism joins equal positions; InvalidLayout is raised otherwise, TransportError as by `group`.
         """
         if len({(unit.tp, unit.pp, unit.layers) for unit in units}) > 1:
             raise InvalidLayout(
@@ -152,7 +152,24 @@ class Generation:
         for unit in units:
             groups = self._groups_of(unit, units, model)
             mine = groups or mine
+        self._meet_connected()
         return mine
+
+    def _meet_connected(self) -> None:
+        """Wait until all have connected: one that left sooner would break those who still connect."""
+        self._num_meetings += 1
+        place = f"connected/{self._num_meetings}"
+        meet(self._store, place, me=self.worker, workers=self.workers, timeout_s=self.timeout_s)
+
+    def _unconnected(self, error: Exception) -> TransportError:
+        return TransportError(
+            explain(
+                f"worker {self.worker} could not connect in generation {self.number}",
+                values=f"workers={list(self.workers)}: {str(error).splitlines()[0]}",
+                rule="all must connect to one another",
+                remedy="join a new generation without the workers that died",
+            )
+        )
 
     def _groups_of(self, unit: Layout, units: Sequence[Layout], model: ModelSpec) -> UnitGroups | None:
         """Every group of one unit, made in one order on all workers; the view of this worker if it is in."""

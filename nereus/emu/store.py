@@ -38,7 +38,7 @@ class Store:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30.0) -> None:
         listener = socket.create_server((host, port), backlog=1024)
         self.address = StoreAddress(host=host, port=listener.getsockname()[1])
-        self.client: Client = TCPStore(
+        self.client: TCPStore = TCPStore(
             host,
             self.address.port,
             is_master=True,
@@ -46,6 +46,13 @@ class Store:
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listener.detach(),  # the server owns the descriptor from here on
         )
+
+    def forget(self, prefix: str) -> int:
+        """Delete every key under `prefix`, e.g. those of an epoch that is over; returns how many."""
+        keys = [key for key in self.client.list_keys() if key.startswith(f"{prefix}/")]
+        for key in keys:
+            self.client.delete_key(key)
+        return len(keys)
 
     def close(self) -> None:
         """Stop listening. Workers that still wait get an error."""
@@ -77,13 +84,14 @@ def connect(address: StoreAddress, *, timeout_s: float) -> Client:
 def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeout_s: float) -> None:
     """Return once every one of `workers` has come to `place`; each place serves one meeting.
 
-    Raises TransportError that names those who did not come in time.
+    Raises TransportError that names those who did not come in time, or who declined.
     """
     everyone = tuple(workers)
-    store.set(f"{place}/{me}", "")
     end = time.monotonic() + timeout_s
     try:
+        store.compare_set(f"{place}/{me}", "", "here")
         store.wait([f"{place}/{worker}" for worker in everyone], timedelta(seconds=max(0.001, timeout_s)))
+        words = store.multi_get([f"{place}/{worker}" for worker in everyone])
     except (DistStoreError, DistNetworkError) as error:
         absent = absentees(store, place, everyone)
         raise TransportError(
@@ -93,6 +101,29 @@ def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeou
                 rule=f"all must come within {timeout_s} s (late by {max(0.0, time.monotonic() - end):.1f} s)",
                 remedy="make a new generation without the absent workers",
             )
+        ) from error
+    if declined := {w: word.decode() for w, word in zip(everyone, words, strict=True) if word != b"here"}:
+        raise TransportError(
+            explain(
+                f"worker {me} waited at {place} for {list(everyone)}",
+                values=", ".join(f"worker {worker} declined: {why}" for worker, why in declined.items()),
+                rule="all must come",
+                remedy="remove the cause, or continue without them",
+            )
+        )
+
+
+def decline(store: Client, place: str, *, worker: Rank, reason: str) -> None:
+    """Tell those who meet at `place` that `worker` will not come, so that nobody waits for the deadline.
+
+    Called by the worker itself, or by the driver when the worker's process has ended. Raises TransportError
+    when the store does not answer.
+    """
+    try:
+        store.set(f"{place}/{worker}", reason or "no reason given")
+    except (DistStoreError, DistNetworkError) as error:
+        raise TransportError(
+            explain(f"cannot decline for worker {worker} at {place}", values=str(error).splitlines()[0])
         ) from error
 
 

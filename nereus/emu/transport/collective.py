@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as Client
 
 from nereus.emu.layout import Rank
-from nereus.emu.store import StoreAddress, connect, meet
+from nereus.emu.store import StoreAddress, connect, decline, meet
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
     Channel,
@@ -76,7 +76,7 @@ class CollectiveTransport:
     def _connect(
         self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline
     ) -> _CollectiveChannel:
-        store = PrefixStore(f"exchange/{epoch}/{digest}", self.store)
+        store = PrefixStore(_prefix(epoch, digest), self.store)
         meet(store, "open", me=self.worker, workers=ranks, timeout_s=deadline.left_s)
         left = timedelta(seconds=max(0.001, deadline.left_s))
         try:
@@ -92,11 +92,24 @@ class CollectiveTransport:
             ) from error
         return _CollectiveChannel(group=group, ranks=ranks, worker=self.worker, device=self.device)
 
+    def decline(self, *, epoch: int, digest: str, reason: str) -> None:
+        """See Transport."""
+        decline_for(self.store, epoch=epoch, digest=digest, worker=self.worker, reason=reason)
+
     def close(self, epoch: int, *, broken: bool = False) -> None:
         """See Transport."""
         for key in [key for key in self._open if key[0] == epoch]:
             self._open.pop(key).close(broken=broken)
             self._spent.add(key)
+
+
+def decline_for(store: Client, *, epoch: int, digest: str, worker: Rank, reason: str) -> None:
+    """The driver's word for a worker that has died: those who wait to connect to it stop waiting."""
+    decline(PrefixStore(_prefix(epoch, digest), store), "open", worker=worker, reason=reason)
+
+
+def _prefix(epoch: int, digest: str) -> str:
+    return f"exchange/{epoch}/{digest}"
 
 
 def _communicator(store: Client, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:

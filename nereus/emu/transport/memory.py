@@ -32,6 +32,7 @@ class Hub:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     present: dict[Key, set[Rank]] = field(default_factory=lambda: defaultdict(set))
+    declined: dict[Key, dict[Rank, str]] = field(default_factory=lambda: defaultdict(dict))
     gone: dict[Key, set[Rank]] = field(default_factory=lambda: defaultdict(set))
     mail: dict[tuple[Key, Rank, Rank], deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -59,14 +60,26 @@ class MemoryTransport:
         with self.hub.changed:
             self.hub.present[key].add(self.worker)
             self.hub.changed.notify_all()
-            if not self.hub.changed.wait_for(lambda: ranks <= self.hub.present[key], deadline.left_s):
+            declined = self.hub.declined[key]
+            self.hub.changed.wait_for(
+                lambda: ranks <= self.hub.present[key] | declined.keys(), deadline.left_s
+            )
+            absent = sorted(ranks - self.hub.present[key] - declined.keys())
+            if absent or declined:
+                words = ", ".join(f"worker {worker} declined: {why}" for worker, why in declined.items())
                 raise TransportError(
                     explain(
                         f"worker {self.worker} waited for {sorted(ranks)} to open epoch {key[0]}",
-                        values=f"absent: {sorted(ranks - self.hub.present[key])}",
+                        values=words or f"absent: {absent}",
                         rule=f"all must come within {deadline.allowed_s:.3g} s",
                     )
                 )
+
+    def decline(self, *, epoch: int, digest: str, reason: str) -> None:
+        """See Transport."""
+        with self.hub.changed:
+            self.hub.declined[epoch, digest][self.worker] = reason
+            self.hub.changed.notify_all()
 
     def close(self, epoch: int, *, broken: bool = False) -> None:
         """See Transport."""

@@ -104,6 +104,10 @@ class Transport(Protocol):
         """
         ...
 
+    def decline(self, *, epoch: int, digest: str, reason: str) -> None:
+        """Tell the others, who may wait in `open`, that this rank will not come."""
+        ...
+
     def close(self, epoch: int, *, broken: bool = False) -> None:
         """Close every channel of the epoch. They cannot be opened again.
 

@@ -197,6 +197,27 @@ def test_an_absent_peer_is_named(world: Memory | Gloo, epoch: int) -> None:
     assert "absent: [3]" in answers[4]
 
 
+def declining_peer(worker: int, transport: Transport, epoch: int) -> tuple[str, float]:
+    start = time.monotonic()
+    if worker == 3:
+        time.sleep(0.1)
+        transport.decline(epoch=epoch, digest="d", reason="no memory")
+        return "", 0.0
+    try:
+        transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(20))
+    except TransportError as error:
+        return str(error), time.monotonic() - start
+    return "opened", 0.0
+
+
+def test_a_peer_that_declines_is_not_waited_for(world: Memory | Gloo, epoch: int) -> None:
+    answers = world.run(declining_peer, epoch)
+    for worker in (0, 4):
+        message, late_s = answers[worker]
+        assert "worker 3 declined: no memory" in message
+        assert late_s < 5
+
+
 def other_plan(worker: int, transport: Transport, epoch: int) -> str:
     try:
         digest = "x" if worker == 3 else "d"
