@@ -1,7 +1,8 @@
 """Ask aiconfigurator and llm-analysis for the same rows: JSON rows in on stdin, JSON answers out on stdout.
 
-Runs under the interpreter of an environment of its own, which holds both packages; nothing of Nereus is imported.
-Each input line is {"tool": ..., "row": {...}}; each output line is {"value": seconds or null, "why": text}.
+Runs under the interpreter of an environment of its own, which holds both packages; nothing of Nereus is
+imported. Each input line is {"tool": ..., "row": {...}}; each output line is {"value": seconds or null,
+"why": text}.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 
 def aiconfigurator_tpot(row: dict[str, Any]) -> float:
-    """Seconds per output token of an aggregated engine at its default version, as the tool's own command gives it."""
+    """Seconds per output token of an aggregated engine at its default version, as the tool's own command
+    gives it.
+    """
     from aiconfigurator.cli.api import cli_estimate
 
     result = cli_estimate(
@@ -39,8 +42,8 @@ def llm_analysis_tpot(row: dict[str, Any]) -> float:
     answer = analysis.inference(
         batch_size_per_gpu=row["batch"], seq_len=row["isl"], num_tokens_to_generate=row["osl"]
     )
-    decode = answer["decode_latency"] / row["osl"]
-    return float(decode + row["batch"] / row["osl"] * answer["prefill_latency"] / row["batch"])
+    # All prompts are computed once while each sequence makes its output: the tool's own latency per token.
+    return float(answer["decode_latency"] + answer["prefill_latency"] / row["osl"])
 
 
 def llm_analysis_iteration(row: dict[str, Any]) -> float:
@@ -58,6 +61,21 @@ def llm_analysis_iteration(row: dict[str, Any]) -> float:
     return float(answer["latency_per_iter"])
 
 
+def llm_analysis_peak(row: dict[str, Any]) -> float:
+    """Peak bytes of training: state and activations of its closed form."""
+    from llm_analysis.analysis import ActivationRecomputation, LLMAnalysis
+
+    analysis = LLMAnalysis(*llm_analysis_setup(row, row["tp"], row["pp"], row["dp"], row["dtype"]))
+    answer = analysis.training(
+        batch_size_per_gpu=row["micro_batch"],
+        global_batch_size=row["global_batch"],
+        seq_len=row["seq"],
+        activation_recomputation=ActivationRecomputation(row["recompute"]),
+        flash_attn=False,
+    )
+    return float(answer["(weight+op_state+grad+act)_memory_per_gpu"])
+
+
 def llm_analysis_setup(row: dict[str, Any], tp: int, pp: int, dp: int, dtype: str) -> tuple[Any, ...]:
     """(model, gpu, dtype, parallelism) configurations of llm-analysis."""
     from llm_analysis.config import (
@@ -68,6 +86,8 @@ def llm_analysis_setup(row: dict[str, Any], tp: int, pp: int, dp: int, dtype: st
     )
 
     shape, gpu = row["shape"], row["gpu"]
+    # The tool knows blocks of two matrices; a gated block's three have the weights of two 1.5 times as wide.
+    width = int(shape["intermediate_size"] * (1.5 if shape["gated"] else 1))
     model = ModelConfig(
         name=row["model"],
         num_layers=shape["num_layers"],
@@ -76,8 +96,8 @@ def llm_analysis_setup(row: dict[str, Any], tp: int, pp: int, dp: int, dtype: st
         vocab_size=shape["vocab_size"],
         max_seq_len=131072,
         num_key_value_heads=shape["num_kv_heads"],
-        ffn_embed_dim=shape["intermediate_size"],
-        mlp_gated_linear_units=shape["gated"],
+        ffn_embed_dim=width,
+        expansion_ratio=width / shape["hidden_size"],
     )
     device = GPUConfig(
         name=gpu["name"],
@@ -98,6 +118,7 @@ TOOLS = {
     "aiconfigurator.tpot": aiconfigurator_tpot,
     "llm-analysis.tpot": llm_analysis_tpot,
     "llm-analysis.iteration": llm_analysis_iteration,
+    "llm-analysis.peak": llm_analysis_peak,
 }
 
 
@@ -108,7 +129,7 @@ def main() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             try:
                 answer = {"value": TOOLS[request["tool"]](request["row"]), "why": ""}
-            except Exception as error:  # noqa: BLE001 - a baseline that cannot answer a row is a result
+            except Exception as error:
                 answer = {"value": None, "why": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(answer), flush=True)
 

@@ -23,7 +23,7 @@ from nereus.planner.shard_size import kv_bytes_per_token, rank_parameters
 
 Floats = NDArray[np.float64]
 
-_KINDS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
+KINDS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 SHAPES = {
     "meta-llama/Llama-3.1-70B": model_shape("llama-3.1-70b"),
     "Qwen/Qwen3-32B": model_shape("qwen3-32b"),
@@ -94,7 +94,7 @@ def predicted_s(rows: Sequence[ServingRow], calibration: Calibration) -> Floats:
 def _group_s(rows: Sequence[ServingRow], calibration: Calibration) -> Floats:
     """The same for rows of one (system, engine, model), priced together."""
     first = rows[0]
-    kind, shape = _KINDS[first.system], SHAPES[first.model]
+    kind, shape = KINDS[first.system], SHAPES[first.model]
     precision = Precision(
         weight_bytes=1,
         # TensorRT-LLM keeps an 8-bit cache for 8-bit checkpoints, the others a 16-bit one by default.
