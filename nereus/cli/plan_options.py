@@ -64,6 +64,15 @@ Reward = Annotated[
         rich_help_panel=_WORK,
     ),
 ]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        help="What was learned from measured times on this system, as a job saved it.",
+        show_default=False,
+        rich_help_panel=_WORK,
+    ),
+]
 ScheduleName = Annotated[
     str,
     typer.Option(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from nereus.emu.decoder import DecoderConfig
 from nereus.errors import ConfigError, explain
+from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.fixed import Fix, parse_fixes
 from nereus.planner.layouts import Space
 from nereus.planner.lengths import LengthDistribution
@@ -35,6 +37,7 @@ class PlanWords:
     samples: int | None
     mini_batches: int
     epochs: int
+    calibration: Path | None
     schedule: str
     placement: str
     turns: str
@@ -72,6 +75,7 @@ def read_request(words: PlanWords) -> PlanRequest:
         space=_one_of(Space, "--space", words.space),
         placement=placement,
         turns=_one_of(Turns, "--turns", words.turns),
+        calibration=NEUTRAL if words.calibration is None else saved_calibration(words.calibration),
         fixed=tuple(fix for text in words.fix for fix in parse_fixes(text)),
     )
 
@@ -97,6 +101,31 @@ def _models(words: PlanWords, algorithm: Algorithm) -> ModelShapes:
         reference=other(words.reference),
         reward=scalar(other(words.reward)),
     )
+
+
+def saved_calibration(path: Path) -> Calibration:
+    """What a job saved about its system. Raises ConfigError where the file is not of that kind."""
+    from nereus.planner.calibration_store import System, load
+
+    try:
+        system = System(**json.loads(path.read_text())["system"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            explain(
+                f"cannot read --calibration {path}",
+                values=repr(error),
+                rule="it must be a calibration file that a job has saved",
+            )
+        ) from error
+    if path.name != system.file_name:
+        raise ConfigError(
+            explain(
+                f"cannot read --calibration {path}",
+                rule=f"what belongs to {system} is named {system.file_name}",
+                remedy="give it back its name",
+            )
+        )
+    return load(path.parent, system).calibration
 
 
 def response_lengths(text: str) -> LengthDistribution:

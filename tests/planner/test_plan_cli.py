@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from nereus.cli.plan import plan
 from nereus.errors import ConfigError, Infeasible, ModelError, NereusError
+from nereus.planner.calibrate import Calibrator
+from nereus.planner.calibration_store import System, save
 
 JOB = ["--model", "llama-3.1-8b", "--cluster", "2x8xH100", "--batch", "128", "--response-len", "512,1k,2k"]
 CHEAP = ["--runner-ups", "0"]
@@ -91,6 +93,34 @@ def test_fixed_choice_and_other_models_are_taken(tmp_path: Path) -> None:
     assert stages["actor.generation"]["tp"] == 2
     assert "reward.inference" not in stages
     assert stages["critic.training"]["persistent_bytes"] < 1e8 < stages["actor.training"]["persistent_bytes"]
+
+
+def test_calibration_of_a_job_changes_the_figures(tmp_path: Path) -> None:
+    slow = Calibrator().observed("gemm", [1.0] * 50, [2.0] * 50)
+    path = save(tmp_path, System(hardware="H100", engine="torch", model="llama-3.1-8b"), slow)
+    words = [*JOB, *CHEAP, "--json"]
+    plain = json.loads(run(*words).stdout)["plan"]["step_s"]
+    learned = json.loads(run(*words, "--calibration", str(path)).stdout)["plan"]["step_s"]
+    assert learned > plain * 1.05
+    moved = path.rename(tmp_path / "other.json")
+    assert "give it back its name" in str(run(*words, "--calibration", str(moved)).exception)
+    moved.write_text("{}")
+    assert "cannot read --calibration" in str(run(*words, "--calibration", str(moved)).exception)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--algo", "grpo"],
+        ["--algo", "remax", "--schedule", "one-step-off"],
+        ["--algo", "grpo", "--reference", "none", "--reward", "none"],
+    ],
+)
+def test_other_algorithms_have_no_critic(words: list[str]) -> None:
+    tree = json.loads(run(*JOB, *CHEAP, "--json", *words).stdout)
+    stages = [item["model_stage"] for item in tree["plan"]["assignments"]]
+    assert {"actor.generation", "actor.training"} <= set(stages)
+    assert not [name for name in stages if name.startswith("critic")]
 
 
 def test_sweep_writes_a_picture_and_lists_the_points(tmp_path: Path) -> None:
