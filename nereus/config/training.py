@@ -56,3 +56,5 @@ class SamplingConfig(Frozen):
     """Nucleus of the distribution that is sampled from."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Let the model's own end-of-sequence tokens end nothing, so that responses have a fixed length."""

@@ -35,7 +35,19 @@ _job: ContextVar[Job] = ContextVar("job")
 
 
 def run_step(job: Job, calls: Calls) -> StepRecord:
-    """Run the next step and return its record. `job.state` then is the state after it."""
+    """Run the next step and return its record. `job.state` then is the state after it.
+
+    When a stage fails, or a stop is raised in this thread, the waits of the other stages are told to end: the
+    task runner that owns their threads would wait for them.
+    """
+    try:
+        return _run_stages(job, calls)
+    except BaseException:
+        job.cluster.stop.set()
+        raise
+
+
+def _run_stages(job: Job, calls: Calls) -> StepRecord:
     started = time.perf_counter()
     job.begin_step()
     config, step = job.config, job.state.step

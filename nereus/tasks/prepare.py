@@ -75,7 +75,8 @@ def prepare_campaign(config: CampaignConfig) -> Prepared:
     tokenizer = load_tokenizer(Path(config.models.tokenizer or config.models.actor))
     prompts = load_prompts(config.prompts, tokenizer)
     _check_lengths(config, actor, prompts)
-    stop = {*tokenizer.eos_token_ids, *actor.eos_token_ids, *config.sampling.stop_token_ids}
+    ends = () if config.sampling.ignore_eos else (*tokenizer.eos_token_ids, *actor.eos_token_ids)
+    stop = {*ends, *config.sampling.stop_token_ids}
     return Prepared(
         config=config,
         stages=stages,
