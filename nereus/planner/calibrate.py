@@ -29,6 +29,17 @@ CLASSES: tuple[str, ...] = (
     "scale_out",
     "host",
 )
+# Which class a term of a stage's cost belongs to, where it belongs to one.
+CLASS_OF_TERM: Mapping[str, str] = {
+    "gemm": "gemm",
+    "head": "gemm",
+    "attention": "context_attention",
+    "elementwise": "elementwise",
+    "optimizer": "optimizer",
+    "tensor_parallel": "scale_up",
+    "pipeline": "scale_out",
+    "data_parallel": "scale_out",
+}
 MAX_GAIN = 16.0  # no machine is this far from its table; beyond it something else is wrong
 _WINDOW = 64  # stages a fit looks back
 _MEMORY = 32.0  # effective observations after which old ones fade
@@ -138,6 +149,18 @@ class Calibrator:
             )
         gain = self.gains.get(operation_class, Gain()).observed(predicted_s, measured_s)
         return replace(self, gains={**self.gains, operation_class: gain})
+
+    def with_terms(self, predicted_s: Mapping[str, float], measured_s: Mapping[str, float]) -> Calibrator:
+        """After one scoring or training stage whose engine timed its terms; `predicted_s` are the neutral
+        ones.
+
+        Terms that only one side has, or that belong to no class (bubble, host), are left out.
+        """
+        after = self
+        for term, operation_class in CLASS_OF_TERM.items():
+            if term in predicted_s and term in measured_s:
+                after = after.observed(operation_class, [predicted_s[term]], [measured_s[term]])
+        return after
 
     def with_generation(self, row: ArrayLike, measured_s: float) -> Calibrator:
         """After one generation stage; `row` are its `scalars.features` for GENERATION over `base`."""

@@ -49,7 +49,8 @@ def _decode(
     nodes = response.nodes()
     age = response.mean_square / (2 * response.mean)  # mean age of a response met at a random moment
     queued = np.minimum(1.0, (per_unit - resident) / resident)
-    steps, alive = _drain(nodes, queued, resident)
+    everywhere = resident * workload.num_generated / per_unit  # sequences held at once in all units
+    steps, alive = _drain(nodes, queued, resident, everywhere)
     steps = np.concatenate((steps, ((per_unit - resident) * response.mean / resident)[None, :]))
     alive = np.concatenate((alive, resident[None, :]))
     # One context for every row of `steps`, with and without the age that a queued batch starts from.
@@ -60,12 +61,16 @@ def _decode(
     return _add_steps(place, table, row.ravel(), tp, pp, steps, alive, queued)
 
 
-def _drain(nodes: LengthNodes, queued: Floats, resident: Floats) -> tuple[Floats, Floats]:
-    """(expected steps, expected sequences alive in them), both [cell, n]."""
+def _drain(nodes: LengthNodes, queued: Floats, resident: Floats, everywhere: Floats) -> tuple[Floats, Floats]:
+    """(expected steps, expected sequences alive in a unit that has any), both [cell, n].
+
+    The stage ends with the last of all units, so a step counts while any sequence of the job is alive.
+    """
     fresh, residual = nodes.survival[:, None], nodes.residual[:, None]
     survival = (1 - queued) * fresh + queued * np.minimum(residual, 1.0)
-    some = -np.expm1(resident * np.log1p(-np.minimum(survival, 1 - 1e-12)))  # 1 - (1 - S)^n
-    return nodes.widths[:, None] * some, np.maximum(resident * survival / np.maximum(some, 1e-12), 1.0)
+    dead = np.log1p(-np.minimum(survival, 1 - 1e-12))
+    here, anywhere = -np.expm1(resident * dead), -np.expm1(everywhere * dead)  # 1 - (1 - S)^n
+    return nodes.widths[:, None] * anywhere, np.maximum(resident * survival / np.maximum(here, 1e-12), 1.0)
 
 
 def _add_steps(

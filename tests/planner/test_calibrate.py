@@ -193,3 +193,12 @@ def test_calibrator_keeps_gains_and_scalars_apart() -> None:
     assert calibrator.base.gemm == pytest.approx(2.0)
     assert calibrator.calibration.gemm == pytest.approx(6.0)
     assert calibrator.calibration.elementwise == pytest.approx(3.0)
+
+
+def test_timed_terms_teach_their_classes() -> None:
+    predicted = {"gemm": 1.0, "bubble": 3.0, "data_parallel": 0.5, "host": 0.1}
+    measured = {"gemm": 1.5, "bubble": 9.0, "data_parallel": 1.5, "elementwise": 2.0}
+    after = Calibrator().with_terms(predicted, measured)
+    assert after.base.gemm == pytest.approx(1.5)
+    assert after.base.scale_out == pytest.approx(3.0)
+    assert set(after.gains) == {"gemm", "scale_out"}

@@ -161,6 +161,27 @@ def test_queue_of_waiting_sequences_takes_as_many_steps_as_it_needs() -> None:
     assert cost.latency_s == pytest.approx(np.mean(simulated), rel=0.03)
 
 
+@pytest.mark.parametrize("dp", [1, 8])
+def test_generation_ends_with_the_longest_response_of_all_units(dp: int) -> None:
+    calibration = replace(NEUTRAL, decode_step_s=1.0, decode=0.0, prefill=0.0)
+    response = LengthDistribution.from_mean_p95_max(1000, 2500, 8192)
+    cost = stage_time(
+        ModelStage.ACTOR_GENERATION,
+        1,
+        1,
+        dp,
+        workload=replace(WORKLOAD.with_response(response), num_prompts=256),
+        cluster=CLUSTER,
+        gpu_kind="H100",
+        calibration=calibration,
+    )
+    cumulative = np.concatenate(([0.0], np.cumsum(response.shares)))
+    uniform = np.random.default_rng(0).uniform(size=(4000, 256))
+    longest = np.interp(uniform.max(1), cumulative, response.edges_tokens).mean()
+    # 24 cells over the tail: 3 % on the expected maximum.
+    assert cost.latency_s == pytest.approx(longest, rel=0.03)
+
+
 def test_pipelined_generation_buys_no_time() -> None:
     stage = ModelStage.ACTOR_GENERATION
     assert latency(stage, 1, 4, 2) > latency(stage, 4, 1, 2)
