@@ -82,12 +82,17 @@ def sweep_view(name: str, result: Sweep) -> Group:
         table.add_row(
             f"{value:g}",
             f"{plan.step_s:.4g} s",
-            f"{generation.text} on {generation.gpu_kind}",
-            f"{training.text} on {training.gpu_kind}",
+            f"{generation.text}{_where(plan, generation)}",
+            f"{training.text}{_where(plan, training)}",
             old,
             style="bold" if starts else "",
         )
     return Group(table, Text(f"{len(result.segments)} plans; a bold line begins another", style="dim"))
+
+
+def _where(plan: Plan, item: Assignment) -> str:
+    """The GPU kind, where there are several."""
+    return f" on {item.gpu_kind}" if len(plan.pools) > 1 else ""
 
 
 def _heading(request: PlanRequest, plan: Plan) -> Text:

@@ -11,17 +11,17 @@ from nereus.planner.choose import Priced, best_of
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.plan import Assignment, Plan
 from nereus.planner.request import PlanRequest
-from nereus.planner.workload import Stage
+from nereus.planner.workload import Model
 
 Change = Callable[[PlanRequest, float], PlanRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Neighbouring points where generation and training have one best layout.
+    """Neighbouring points where the actor's generation and training have one best layout.
 
-    `step_s[i]` is the step at every point of the sweep with these layouts held (inference, micro-batches,
-    recompute and residency still at their best), None where they do not fit.
+    `step_s[i]` is the step at every point of the sweep with these two layouts held (everything else still
+    at its best), None where they do not fit.
     """
 
     plan: Plan
@@ -58,18 +58,18 @@ def sweep(request: PlanRequest, values: Sequence[float], change: Change) -> Swee
 
 
 def layouts_of(plan: Plan) -> tuple[tuple[str, int, int, int, str], ...]:
-    """The layouts of generation and training: what is costly to change while the job runs."""
-    return tuple((str(a.model_stage), a.tp, a.pp, a.dp, a.gpu_kind) for a in _costly(plan))
+    """The layouts of the actor's two stages."""
+    return tuple((str(a.model_stage), a.tp, a.pp, a.dp, a.gpu_kind) for a in _actor(plan))
 
 
-def _costly(plan: Plan) -> list[Assignment]:
-    return [item for item in plan.assignments if item.model_stage.stage is not Stage.INFERENCE]
+def _actor(plan: Plan) -> list[Assignment]:
+    return [item for item in plan.assignments if item.model_stage.model is Model.ACTOR]
 
 
 def with_layouts(priced: Priced, plan: Plan) -> Priced:
-    """Only candidates with the plan's layouts of generation and training; all else stays free."""
+    """Only candidates with the plan's layouts of the actor; all else stays free."""
     kinds = priced.request.cluster.gpu_kinds
-    for item in _costly(plan):
+    for item in _actor(plan):
         rows = priced.set_of(item.model_stage)
         same = (rows.tp == item.tp) & (rows.pp == item.pp) & (rows.dp == item.dp)
         priced = priced.keep(
