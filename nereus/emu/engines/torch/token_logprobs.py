@@ -1,21 +1,23 @@
 """Log-probabilities and entropies of given tokens: output head and softmax fused, over a cut vocabulary.
 
-Letters: m tokens, h hidden, v this rank's part of the vocabulary, r ranks of the tensor-parallel group.
+Letters: m tokens, c tokens of one chunk, h hidden, v this rank's part of the vocabulary, r ranks of the
+tensor-parallel group.
 
-Each rank makes logits of its own part, a bounded number of rows at a time, and keeps four numbers per token:
+Each rank makes logits z of its own part, a bounded number of tokens at a time, takes their log-softmax within
+the part, l = z - lse_r, and keeps four numbers a token:
 
-    top = max z    mass = sum exp(z - top)    moment = sum exp(z - top) (z - top)    hit = z[target], or 0
+    lse_r     hit_r = l[target], or 0     has_r = 1 where the target is in the part     mean_r = sum exp(l) l
 
 One all-gather of [m, 4] joins them, so no logits cross ranks and their number does not set the peak memory:
 
-    lse = log sum_r mass_r exp(top_r - top) + top      log p(target) = sum_r hit_r - lse
-    entropy = lse - sum_r exp(top_r - top) (moment_r + top_r mass_r) / sum_r mass_r exp(top_r - top)
+    lse = log sum_r exp(lse_r)      shift_r = lse_r - lse
+    log p(target) = sum_r has_r (hit_r + shift_r)      entropy = - sum_r exp(shift_r) (mean_r + shift_r)
 
-Backward, with p = exp(z - lse) and upstream gradients g (log-probability) and e (entropy):
+Backward, with p = exp(l + shift_r) and upstream gradients g (log-probability) and e (entropy):
 
-    dz = g (onehot(target) - p) - e p (z - lse + entropy)
+    dz = g (onehot(target) - p) - e p (log p + entropy)
 
-Small parts keep their logits for it (`KEEP_BYTES`), larger ones make them again.
+Few logits are kept for it (`KEEP_BYTES`); many are made again, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-CHUNK_BYTES = 64 << 20  # float32 logits held at once while they are made into numbers
-KEEP_BYTES = 256 << 20  # logits kept for the backward pass; above it they are computed twice
+from nereus.emu.engines.torch.product import product
+
+KEEP_BYTES = 256 << 20  # float32 logits kept from the forward to the backward pass at most
+CHUNK_BYTES = 64 << 20  # float32 logits made at once where there are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,74 +46,101 @@ class _Head:
     group: ProcessGroup | None
 
     def logits(self, x_ch: Tensor, weight_vh: Tensor) -> Tensor:
-        return x_ch @ weight_vh.t()
-
-    def tempered(self, raw_cv: Tensor) -> Tensor:
-        """Float32 logits at the temperature; overwrites float32 input."""
-        wide_cv = raw_cv.float()
-        return wide_cv if self.temperature == 1.0 else wide_cv.div_(self.temperature)
+        """Float32 logits of this part at the temperature, [c, v]."""
+        z_cv = product(x_ch, weight_vh).float()
+        return z_cv if self.temperature == 1.0 else z_cv.div_(self.temperature)
 
     def local(self, targets_c: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
-        """Columns of the targets in this part, and which of them lie in it."""
+        """Columns of the targets in this part [c, 1], and which of them lie in it [c]."""
         columns_c = targets_c - self.start
         inside_c = (columns_c >= 0) & (columns_c < num_local)
-        return columns_c.masked_fill(~inside_c, 0), inside_c
+        return columns_c.masked_fill(~inside_c, 0).unsqueeze(1), inside_c
 
 
-def _chunks(num_tokens: int, num_local: int) -> Iterator[slice]:
-    rows = max(1, CHUNK_BYTES // (4 * max(1, num_local)))
-    for lo in range(0, num_tokens, rows):
-        yield slice(lo, min(num_tokens, lo + rows))
+def _chunks(num_tokens: int, num_local: int) -> tuple[bool, Iterator[slice]]:
+    """Whether all logits may be kept, and the chunks: one if so."""
+    keep = 4 * num_tokens * num_local <= KEEP_BYTES
+    rows = max(1, num_tokens if keep else CHUNK_BYTES // (4 * num_local))
+    return keep, (slice(lo, min(num_tokens, lo + rows)) for lo in range(0, num_tokens, rows))
 
 
-def _numbers(z_cv: Tensor, targets_c: Tensor, head: _Head, entropy: bool, out_c4: Tensor) -> None:
-    """Write top, mass, moment and hit of one chunk; `z_cv` is overwritten."""
-    num_local = z_cv.shape[1]
-    if num_local == 0:
+def _numbers(
+    x_ch: Tensor, weight_vh: Tensor, targets_c: Tensor, head: _Head, entropy: bool, out_c4: Tensor
+) -> Tensor:
+    """Write one chunk's four numbers; returns its log-softmax within the part, [c, v]."""
+    z_cv = head.logits(x_ch, weight_vh)
+    if z_cv.shape[1] == 0:  # more ranks than rows of the vocabulary; a finite number keeps 0 * lse at 0
         out_c4[:, 0] = torch.finfo(torch.float32).min
-        return
-    columns_c, inside_c = head.local(targets_c, num_local)
-    out_c4[:, 3] = z_cv.gather(1, columns_c[:, None]).squeeze(1).masked_fill_(~inside_c, 0.0)
-    top_c1 = z_cv.amax(dim=1, keepdim=True)
-    z_cv.sub_(top_c1)
-    mass_cv = z_cv.exp() if entropy else z_cv.exp_()
-    out_c4[:, 0] = top_c1.squeeze(1)
-    out_c4[:, 1] = mass_cv.sum(dim=1)
+        return z_cv
+    logprobs_cv = z_cv.log_softmax(dim=1)
+    columns_c1, inside_c = head.local(targets_c, z_cv.shape[1])
+    out_c4[:, 0] = z_cv[:, 0] - logprobs_cv[:, 0]
+    out_c4[:, 1] = logprobs_cv.gather(1, columns_c1).squeeze(1)
+    out_c4[:, 2] = inside_c
     if entropy:
-        out_c4[:, 2] = torch.linalg.vecdot(mass_cv, z_cv)
+        out_c4[:, 3] = torch.linalg.vecdot(torch.exp(logprobs_cv, out=z_cv), logprobs_cv)
+    return logprobs_cv
 
 
-def _join(own_m4: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and log-sum-exp of every token from all ranks' numbers; [m] each."""
-    if head.group is None:
+def _join(own_m4: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability and entropy of every token from all ranks' numbers, and this rank's shift; [m] each."""
+    if group is None:
         parts_rm4 = own_m4.unsqueeze(0)
     else:
-        parts = [torch.empty_like(own_m4) for _ in range(dist.get_world_size(head.group))]
-        dist.all_gather(parts, own_m4, group=head.group)
+        parts = [torch.empty_like(own_m4) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own_m4, group=group)
         parts_rm4 = torch.stack(parts)
-    top_rm, mass_rm, moment_rm, hit_rm = parts_rm4.unbind(dim=-1)
-    top_m = top_rm.amax(dim=0)
-    scale_rm = (top_rm - top_m).exp()
-    mass_m = (mass_rm * scale_rm).sum(dim=0)
-    # Moments are taken about the common top, which cancels in the entropy.
-    mean_m = (scale_rm * (moment_rm + (top_rm - top_m) * mass_rm)).sum(dim=0) / mass_m
-    log_mass_m = mass_m.log()
-    lse_m = top_m + log_mass_m
-    return hit_rm.sum(dim=0) - lse_m, log_mass_m - mean_m, lse_m
+    lse_rm, hit_rm, has_rm, mean_rm = parts_rm4.unbind(dim=-1)
+    lse_m = lse_rm.logsumexp(dim=0)
+    shift_rm = lse_rm - lse_m
+    logprobs_m = (has_rm * (hit_rm + shift_rm)).sum(dim=0)
+    entropy_m = -(shift_rm.exp() * (mean_rm + shift_rm)).sum(dim=0)
+    return logprobs_m, entropy_m, own_m4[:, 0] - lse_m
 
 
 def _forward(
-    x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, entropy: bool, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probabilities, entropies, this rank's shifts, and all log-softmaxes where they may be kept."""
     own_m4 = torch.zeros(len(x_mh), 4, dtype=torch.float32, device=x_mh.device)
-    kept: list[Tensor] = []
-    for rows in _chunks(len(x_mh), len(weight_vh)):
-        raw_cv = head.logits(x_mh[rows], weight_vh)
-        if keep:
-            kept.append(raw_cv)
-            raw_cv = raw_cv.clone() if raw_cv.dtype == torch.float32 else raw_cv
-        _numbers(head.tempered(raw_cv), targets_m[rows], head, entropy, own_m4[rows])
-    return *_join(own_m4, head), kept
+    keep, chunks = _chunks(len(x_mh), len(weight_vh))
+    kept_mv: Tensor | None = None
+    for rows in chunks:
+        part_cv = _numbers(x_mh[rows], weight_vh, targets_m[rows], head, entropy, own_m4[rows])
+        kept_mv = part_cv if keep else None
+    return *_join(own_m4, head.group), kept_mv
+
+
+def _backward(ctx: Any, grad_m: Tensor, grad_entropy_m: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's part: of the hidden states, not yet summed over ranks, and of the weight."""
+    x_mh, weight_vh, targets_m, shift_m, entropy_m = ctx.saved_tensors
+    head: _Head = ctx.head
+    grad_x_mh = torch.empty_like(x_mh)
+    grad_weight_vh: Tensor | None = None
+    for rows in _chunks(len(x_mh), len(weight_vh))[1]:
+        grad_c1 = grad_m[rows, None]
+        logprobs_cv = ctx.kept_mv
+        if logprobs_cv is None:
+            logprobs_cv = head.logits(x_mh[rows], weight_vh).log_softmax(dim=1)
+        if head.group is not None:
+            logprobs_cv.add_(shift_m[rows, None])
+        if ctx.entropy:
+            factor_cv = (logprobs_cv + entropy_m[rows, None]).mul_(-grad_entropy_m[rows, None])
+            grad_z_cv = logprobs_cv.exp_().mul_(factor_cv.sub_(grad_c1))
+        else:
+            grad_z_cv = logprobs_cv.exp_().mul_(-grad_c1)
+        if len(weight_vh):
+            columns_c1, inside_c = head.local(targets_m[rows], len(weight_vh))
+            grad_z_cv.scatter_add_(1, columns_c1, grad_c1 * inside_c[:, None])
+        if head.temperature != 1.0:
+            grad_z_cv.div_(head.temperature)
+        narrow_cv = grad_z_cv.to(x_mh.dtype)
+        grad_x_mh[rows] = product(narrow_cv, weight_vh.t())
+        part_vh = product(narrow_cv.t(), x_mh[rows].t()).float()
+        grad_weight_vh = part_vh if grad_weight_vh is None else grad_weight_vh.add_(part_vh)
+    if grad_weight_vh is None:  # no tokens
+        grad_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
+    return grad_x_mh, grad_weight_vh
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -117,42 +148,18 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        keep = len(x_mh) * len(weight_vh) * x_mh.element_size() <= KEEP_BYTES
-        logprobs_m, entropy_m, lse_m, ctx.kept = _forward(x_mh, weight_vh, targets_m, head, entropy, keep)
+        logprobs_m, entropy_m, shift_m, ctx.kept_mv = _forward(x_mh, weight_vh, targets_m, head, entropy)
         ctx.head, ctx.entropy = head, entropy
-        ctx.save_for_backward(x_mh, weight_vh, targets_m, lse_m, entropy_m)
+        ctx.save_for_backward(x_mh, weight_vh, targets_m, shift_m, entropy_m)
         return logprobs_m, entropy_m
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_m: Tensor, grad_entropy_m: Tensor) -> tuple[Tensor | None, ...]:
-        x_mh, weight_vh, targets_m, lse_m, entropy_m = ctx.saved_tensors
-        head: _Head = ctx.head
-        grad_x_mh = torch.empty_like(x_mh)
-        grad_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
-        for index, rows in enumerate(_chunks(len(x_mh), len(weight_vh))):
-            raw_cv = ctx.kept[index] if ctx.kept else head.logits(x_mh[rows], weight_vh)
-            z_cv = head.tempered(raw_cv).sub_(lse_m[rows, None])
-            upstream_c = grad_m[rows]
-            if ctx.entropy:
-                coefficient_cv = (z_cv + entropy_m[rows, None]).mul_(-grad_entropy_m[rows, None])
-                grad_z_cv = z_cv.exp_().mul_(coefficient_cv.sub_(upstream_c[:, None]))
-            else:
-                grad_z_cv = z_cv.exp_().mul_(-upstream_c[:, None])
-            if len(weight_vh):
-                columns_c, inside_c = head.local(targets_m[rows], len(weight_vh))
-                grad_z_cv.scatter_add_(1, columns_c[:, None], (upstream_c * inside_c)[:, None])
-            if head.temperature != 1.0:
-                grad_z_cv.div_(head.temperature)
-            narrow_cv = grad_z_cv.to(x_mh.dtype)
-            torch.mm(narrow_cv, weight_vh, out=grad_x_mh[rows])
-            if x_mh.dtype == torch.float32:
-                grad_weight_vh.addmm_(narrow_cv.t(), x_mh[rows])
-            else:
-                grad_weight_vh += narrow_cv.t() @ x_mh[rows]
-        ctx.kept = []
-        if head.group is not None:
-            dist.all_reduce(grad_x_mh, group=head.group)
+        grad_x_mh, grad_weight_vh = _backward(ctx, grad_m, grad_entropy_m)
+        ctx.kept_mv = None  # overwritten
+        if ctx.head.group is not None:
+            dist.all_reduce(grad_x_mh, group=ctx.head.group)
         return grad_x_mh, grad_weight_vh, None, None, None
 
 
@@ -170,10 +177,11 @@ def token_logprobs(
 
     `weight_vh` holds the rows from token id `vocab_start` on, without padding; it may hold none. Collective
     over `group`, forwards and backwards; results are equal on every rank, and so is the gradient of `x_mh`.
+    The backward pass runs once: it overwrites what the forward pass kept.
     """
     head = _Head(vocab_start, temperature, group)
     if torch.is_grad_enabled():
         logprobs_m, entropy_m = _TokenLogprobs.apply(x_mh, weight_vh, targets_m, head, entropy)  # type: ignore[no-untyped-call]
     else:
-        logprobs_m, entropy_m, _, _ = _forward(x_mh, weight_vh, targets_m, head, entropy, keep=False)
+        logprobs_m, entropy_m, _, _ = _forward(x_mh, weight_vh, targets_m, head, entropy)
     return logprobs_m, entropy_m if entropy else None
