@@ -115,7 +115,9 @@ def _group_s(rows: Sequence[ServingRow], calibration: Calibration) -> Floats:
     host = terms.pop("host")
     decode = np.asarray(sum(terms.values()))
     prefill = shape.num_layers * prefill_layer_s(place, 1, inputs, tp)
-    return np.asarray(calibration.decode * decode + host + calibration.prefill * batch / outputs * prefill)
+    return np.asarray(
+        calibration.decode * decode + host + calibration.prefill * (batch - 1) / outputs * prefill
+    )
 
 
 def uncalibrated(rows: Sequence[ServingRow]) -> Floats:

@@ -77,8 +77,8 @@ def test_seconds_per_token_before_and_after_three_scalars(kernels: Path) -> None
         known = ~np.isnan(predicted)
         errors = Errors.of(predicted[known], measured[known])
         assert errors.num_rows == 556
-        assert errors.mean < 7.5
-        assert errors.median < 5.0
+        assert errors.mean < 7.0
+        assert errors.median < 4.7
 
 
 def test_training_plans_predicted_from_the_others(shared_data: Path) -> None:
