@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nereus.planner.candidates import as_candidates
 from nereus.planner.profile import ClusterProfile
+from nereus.planner.shard_size import stage_parameters
 from nereus.planner.stage_bytes import PERSISTENT, generation_bytes, inference_bytes, training_bytes
 from nereus.planner.workload import ModelStage, Stage, Workload
 
@@ -96,6 +97,36 @@ def stage_memory(
     return stage_memories(model_stage, tp, pp, dp, workload=workload, cluster=cluster, gpu_kind=gpu_kind).at(
         0
     )
+
+
+def rank_memories(
+    model_stage: ModelStage, tp: int, pp: int, dp: int, *, workload: Workload
+) -> tuple[StageMemory, ...]:
+    """Memory of every pipeline stage of one unit, first to last; all tp ranks of a stage hold as much at
+    most.
+
+    The first layers take the remainder of an uneven split, as layouts do.
+    """
+    shape, one = workload.shape(model_stage), np.ones(1)
+    sizes = (tp * one, pp * one, dp * one)
+    base, extra = divmod(shape.num_layers, pp)
+    split = tuple(base + (index < extra) for index in range(pp))
+    found = []
+    for index in range(pp):
+        if model_stage.stage is Stage.TRAINING:
+            terms = training_bytes(shape, workload, *sizes, split=split, only=index)
+        else:
+            price = generation_bytes if model_stage.stage is Stage.GENERATION else inference_bytes
+            terms = price(shape, workload, *sizes)
+            terms["weights"] = workload.dtype_bytes * stage_parameters(shape, one * tp, split, index)
+            if "kv_cache" in terms:
+                terms["kv_cache"] = terms["kv_cache"] * split[index] / split[0]
+            if index < pp - 1:
+                terms["logits"] = terms["logits"] * 0
+        kept = np.asarray(sum(term for name, term in terms.items() if name in PERSISTENT))
+        rest = np.asarray(sum(terms.values())) - kept
+        found.append(StageMemories(persistent_bytes=kept, transient_bytes=rest, terms=terms).at(0))
+    return tuple(found)
 
 
 def usable_bytes(cluster: ClusterProfile, gpu_kind: str) -> int:

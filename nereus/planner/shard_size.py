@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -51,6 +53,31 @@ def rank_parameters(shape: DecoderConfig, tp: ArrayLike, pp: ArrayLike) -> Float
     alone = shape.num_layers * layer + vocabulary + own_head
     several = np.maximum(most * layer + vocabulary, least * layer + head)
     return np.asarray(np.where(stages == 1, alone, several) + shape.hidden_size)
+
+
+def held_parameters(
+    shape: DecoderConfig,
+    tp: Floats,
+    layers: ArrayLike,
+    embedding: bool | NDArray[np.bool_],
+    head: bool | NDArray[np.bool_],
+) -> Floats:
+    """Weights on one rank of a pipeline stage with `layers` layers; `embedding` and `head` say if it holds
+    them.
+    """
+    vocabulary = vocabulary_parameters(shape, tp)
+    own_head = np.full_like(vocabulary, shape.hidden_size) if shape.head == "value" else vocabulary
+    shared = np.logical_and(embedding, shape.tied and shape.head == "lm")
+    return np.asarray(
+        np.asarray(layers) * layer_parameters(shape, tp)
+        + np.where(embedding, vocabulary, 0.0)
+        + np.where(np.logical_and(head, ~shared), own_head, 0.0)
+    )
+
+
+def stage_parameters(shape: DecoderConfig, tp: Floats, split: Sequence[int], index: int) -> Floats:
+    """Weights on one rank of pipeline stage `index` of a split."""
+    return held_parameters(shape, tp, split[index], index == 0, index == len(split) - 1)
 
 
 def total_parameters(shape: DecoderConfig) -> float:

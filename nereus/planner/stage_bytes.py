@@ -15,15 +15,15 @@ from nereus.emu.decoder import DecoderConfig
 from nereus.planner.generation_time import PREFILL_TOKENS
 from nereus.planner.shard_size import (
     heads_per_rank,
+    held_parameters,
     kv_bytes_per_token,
-    layer_parameters,
     rank_parameters,
-    vocabulary_parameters,
 )
-from nereus.planner.workload import Recompute, Workload
+from nereus.planner.workload import Pipeline, Recompute, Workload
 
 Floats = NDArray[np.float64]
 Terms = dict[str, Floats]
+_Holds = bool | NDArray[np.bool_]
 
 PERSISTENT = ("weights", "gradients", "master", "moments")
 
@@ -98,37 +98,33 @@ def training_bytes(
     dp: Floats,
     *,
     split: Sequence[int] | None = None,
+    only: int | None = None,
 ) -> Terms:
     """Model state and the activations of the fullest pipeline stage, shape [n].
 
-    1F1B keeps min(p - i, m) micro-batches alive in stage i. With the even split the fullest stage is the
-    first (most in flight, most layers, the embedding) or the last (the head and its logits); `split` gives
-    the layers of every stage.
+    1F1B keeps min(p - i, m) micro-batches alive in stage i, GPipe all m. With the even split the fullest
+    stage is the first (most in flight, most layers, the embedding) or the last (the head and its logits);
+    `split` gives the layers of every stage, and `only` picks one of them.
     """
     share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
     sequences = np.minimum(workload.micro_batch, share)
     rounds = np.ceil(share / sequences)
+
+    def stage(layers: Floats, after: Floats | int, first: _Holds, last: _Holds) -> Terms:
+        in_flight = rounds if workload.pipeline is Pipeline.GPIPE else np.minimum(after, rounds)
+        return _train_stage(shape, workload, tp, sequences, layers, in_flight, first, last)
+
     if split is None:
         most, least = np.ceil(shape.num_layers / pp), np.floor(shape.num_layers / pp)
-        first = _train_stage(shape, workload, tp, sequences, most, np.minimum(pp, rounds), True, pp == 1)
-        last = _train_stage(shape, workload, tp, sequences, least, np.ones_like(pp), pp == 1, True)
-        stages = [first, last]
+        stages = [stage(most, pp, True, pp == 1), stage(least, 1, pp == 1, True)]
     else:
         stages = [
-            _train_stage(
-                shape,
-                workload,
-                tp,
-                sequences,
-                np.full_like(pp, count),
-                np.minimum(len(split) - index, rounds),
-                index == 0,
-                index == len(split) - 1,
-            )
+            stage(np.full_like(pp, count), len(split) - index, index == 0, index == len(split) - 1)
             for index, count in enumerate(split)
+            if only in (None, index)
         ]
-    fullest = np.argmax(np.stack([np.asarray(sum(stage.values())) for stage in stages]), axis=0)
-    terms = {name: np.asarray(np.choose(fullest, [stage[name] for stage in stages])) for name in stages[0]}
+    fullest = np.argmax(np.stack([np.asarray(sum(terms.values())) for terms in stages]), axis=0)
+    terms = {name: np.asarray(np.choose(fullest, [part[name] for part in stages])) for name in stages[0]}
     terms["communication"] = _groups(tp, pp, np.where(dp > 1, 1.0, 0.0))
     terms["context"] = np.full_like(tp, _CONTEXT_BYTES)
     return terms
@@ -141,19 +137,11 @@ def _train_stage(
     sequences: Floats,
     layers: Floats,
     in_flight: Floats,
-    embedding: bool | NDArray[np.bool_],
-    head: bool | NDArray[np.bool_],
+    embedding: _Holds,
+    head: _Holds,
 ) -> Terms:
     """One pipeline stage; `embedding` and `head` say whether it holds them."""
-    vocabulary = vocabulary_parameters(shape, tp)
-    scalar_head = np.full_like(vocabulary, shape.hidden_size)
-    own_head = scalar_head if shape.head == "value" else vocabulary
-    shared = np.logical_and(embedding, shape.tied and shape.head == "lm")
-    parameters = (
-        layers * layer_parameters(shape, tp)
-        + np.where(embedding, vocabulary, 0.0)
-        + np.where(np.logical_and(head, ~shared), own_head, 0.0)
-    )
+    parameters = held_parameters(shape, tp, layers, embedding, head)
     tokens = sequences * workload.max_sequence_tokens
     live = tokens * live_layer_bytes(shape, tp, workload) + _score_bytes(shape, workload, tp, sequences)
     if workload.recompute is Recompute.FULL:

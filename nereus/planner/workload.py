@@ -60,6 +60,13 @@ class Attention(StrEnum):
         return {"fused": 0, "eager": 5, "eager-fp32": 11}[self.value]
 
 
+class Pipeline(StrEnum):
+    """The order of micro-batches in a training pipeline: equal time, different memory."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+
 class Model(StrEnum):
     """The four models of an RL job."""
 
@@ -139,7 +146,8 @@ class Workload:
     optimizer steps an epoch is cut into; `max_resident` caps how many sequences a generation unit holds
     at once (None: all of its share), which is the knob that trades KV memory for time;
     `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
-    `attention` is how the training engine computes attention; `old_logprobs`: the training engine
+    `attention` is how the training engine computes attention, `pipeline` the order of its micro-batches;
+    `old_logprobs`: the training engine
     scores the responses once more before it trains.
     """
 
@@ -159,6 +167,7 @@ class Workload:
     grad_bytes: int = 4
     old_logprobs: bool = True
     attention: Attention = Attention.FUSED
+    pipeline: Pipeline = Pipeline.ONE_F_ONE_B
     logits_chunk_tokens: int | None = 2048
 
     def __post_init__(self) -> None:

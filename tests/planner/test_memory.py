@@ -15,6 +15,7 @@ from nereus.planner.lengths import LengthDistribution
 from nereus.planner.memory import (
     StageMemory,
     co_resident,
+    rank_memories,
     stage_memories,
     stage_memory,
     transition_peak,
@@ -24,7 +25,15 @@ from nereus.planner.models import builtin_models, builtin_parameters, model_shap
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.shard_size import rank_parameters, total_parameters
 from nereus.planner.stage_bytes import resident_tokens
-from nereus.planner.workload import Algorithm, Attention, ModelShapes, ModelStage, Recompute, Workload
+from nereus.planner.workload import (
+    Algorithm,
+    Attention,
+    ModelShapes,
+    ModelStage,
+    Pipeline,
+    Recompute,
+    Workload,
+)
 
 CLUSTER = ClusterProfile.parse("2x8xH100")
 SHAPE = model_shape("llama-3.1-8b")
@@ -192,3 +201,25 @@ def test_only_one_transient_part_counts_at_a_time() -> None:
 def test_bounded_transition_needs_one_chunk_more_than_the_larger_shard() -> None:
     assert transition_peak(10, 6) == 16
     assert transition_peak(10, 6, chunk_bytes=1) == 11
+
+
+def test_gpipe_keeps_every_micro_batch() -> None:
+    none = WORKLOAD.with_options(recompute=Recompute.NONE)
+    sizes = {"tp": 1, "pp": 2, "dp": 64}  # eight sequences a unit, one a micro-batch
+    one_f_one_b = stage_memory(TRAIN, **sizes, workload=none, cluster=CLUSTER, gpu_kind="H100")
+    gpipe = stage_memory(
+        TRAIN, **sizes, workload=replace(none, pipeline=Pipeline.GPIPE), cluster=CLUSTER, gpu_kind="H100"
+    )
+    assert gpipe.terms["activations"] == pytest.approx(4 * one_f_one_b.terms["activations"], rel=0.01)
+
+
+@pytest.mark.parametrize("stage", list(ModelStage))
+@pytest.mark.parametrize("pp", [1, 3, 5, 8])
+def test_fullest_rank_is_what_the_plan_is_judged_by(stage: ModelStage, pp: int) -> None:
+    ranks = rank_memories(stage, 2, pp, 2, workload=WORKLOAD)
+    judged = memory(stage, 2, pp, 2)
+    fullest = max(rank.total_bytes for rank in ranks)
+    assert len(ranks) == pp
+    # The plan adds the largest of each term, which may sit on different stages (weights first, logits last).
+    assert fullest <= judged.total_bytes * 1.001
+    assert judged.total_bytes <= fullest + judged.terms["logits"] + 2 * 128256 * 4096
