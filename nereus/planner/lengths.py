@@ -136,6 +136,8 @@ class LengthDistribution:
         quantiles = np.interp(shares * cumulative[-1], cumulative, self.edges_tokens)
         even = np.linspace(0, self.maximum, count - count // 2 + 1)
         edges = np.unique(np.concatenate(([0.0], quantiles, even)))
+        # Edges that differ by rounding only would make a cell of no width.
+        edges = edges[np.append(np.diff(edges) > 1e-6 * self.maximum, True)]
         grid = np.union1d(edges, np.linspace(0.0, self.maximum, 1025))
         fresh = self.survival(grid)
         area = np.concatenate(([0.0], np.cumsum((fresh[1:] + fresh[:-1]) / 2 * np.diff(grid))))
