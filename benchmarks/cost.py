@@ -1,11 +1,12 @@
 """The cost model beside aiconfigurator and llm-analysis, on the same measured rows, in one run.
 
     python -m venv /tmp/baselines && /tmp/baselines/bin/pip install aiconfigurator llm-analysis
-    python benchmarks/cost.py --baselines /tmp/baselines/bin/python [--serving-rows 154] [--json out.json]
+    python benchmarks/cost.py --baselines /tmp/baselines/bin/python [--answers a.jsonl] [--json out.json]
 
 Without `--baselines` only our own columns are printed. Rows come from `$NEREUS_DATA` (or ../shared/data).
 Every number that a fit could have seen is held out; "raw" columns are fitted to nothing that they are
-compared with. All serving rows take aiconfigurator about 13 CPU minutes.
+compared with. All serving rows take aiconfigurator about 13 CPU minutes; `--answers` keeps them for the next
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,38 @@ _AIC_NAMES = {
 }
 
 
-def ask(python: str, tool: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Floats, list[str]]:
-    """(values, reasons) of one baseline for `rows`; NaN where the tool has no answer."""
-    text = "\n".join(json.dumps({"tool": tool, "row": row}) for row in rows)
-    done = subprocess.run(
-        [python, str(BASELINES)],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    values = [np.nan if answer["value"] is None else answer["value"] for answer in answers]
-    return np.array(values, dtype=np.float64), [answer["why"] for answer in answers if answer["why"]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baselines:
+    """The child interpreter, and a file of answers that earlier runs got from it."""
+
+    python: str
+    answers: Path | None
+
+    def ask(self, tool: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Floats, list[str]]:
+        """(values, reasons) of one tool for `rows`; NaN where it has no answer."""
+        known = self._known()
+        requests = [json.dumps({"tool": tool, "row": row}, sort_keys=True) for row in rows]
+        new = [request for request in dict.fromkeys(requests) if request not in known]
+        if new:
+            done = subprocess.run(
+                [self.python, str(BASELINES)],
+                input="\n".join(new),
+                capture_output=True,
+                text=True,
+                check=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            known |= dict(zip(new, map(json.loads, done.stdout.splitlines()), strict=True))
+            if self.answers is not None:
+                self.answers.write_text("".join(json.dumps(pair) + "\n" for pair in known.items()))
+        answers = [known[request] for request in requests]
+        values = [np.nan if answer["value"] is None else answer["value"] for answer in answers]
+        return np.array(values, dtype=np.float64), [answer["why"] for answer in answers if answer["why"]]
+
+    def _known(self) -> dict[str, Any]:
+        if self.answers is None or not self.answers.is_file():
+            return {}
+        return dict(json.loads(line) for line in self.answers.read_text().splitlines())
 
 
 def gpu_row(cluster: ClusterProfile, kind: str) -> dict[str, Any]:
@@ -106,7 +125,7 @@ def transfer(folder: Path) -> dict[str, Any]:
     return found
 
 
-def serving(folder: Path, python: str | None, limit: int | None) -> dict[str, Any]:
+def serving(folder: Path, tools: Baselines | None, limit: int | None) -> dict[str, Any]:
     """Seconds per output token of dense 8-bit serving."""
     rows = accuracy_serving.read_serving(folder)
     if limit is not None:
@@ -114,10 +133,10 @@ def serving(folder: Path, python: str | None, limit: int | None) -> dict[str, An
         rows = tuple(rows[index] for index in picked)
     measured = np.array([row.seconds_per_token for row in rows])
     raw = {"ours": accuracy_serving.uncalibrated(rows)}
-    if python is not None:
+    if tools is not None:
         for tool in ("aiconfigurator", "llm-analysis"):
             began = time.monotonic()
-            raw[tool], reasons = ask(python, f"{tool}.tpot", [serving_row(row) for row in rows])
+            raw[tool], reasons = tools.ask(f"{tool}.tpot", [serving_row(row) for row in rows])
             print(
                 f"({tool}: {np.isnan(raw[tool]).sum()} of {len(rows)} rows without an answer,"
                 f" {time.monotonic() - began:.0f} s{'; first: ' + reasons[0][:90] if reasons else ''})"
@@ -162,7 +181,7 @@ def serving_row(row: ServingRow) -> dict[str, Any]:
     }
 
 
-def training(folder: Path, python: str | None) -> dict[str, Any]:
+def training(folder: Path, tools: Baselines | None) -> dict[str, Any]:
     """Iteration times and peak bytes of multi-node training plans."""
     plans = accuracy_training.read_plans(folder)
     measured = np.array([plan.seconds for plan in plans])
@@ -175,11 +194,11 @@ def training(folder: Path, python: str | None) -> dict[str, Any]:
         "constant MFU, 1 scalar": accuracy_training.constant_mfu(plans),
     }
     peaks = {"ours": np.array([plan.predicted_bytes for plan in plans])}
-    if python is not None:
+    if tools is not None:
         rows = [plan_row(plan) for plan in plans]
-        closed, _ = ask(python, "llm-analysis.iteration", rows)
+        closed, _ = tools.ask("llm-analysis.iteration", rows)
         predicted["llm-analysis, 1 scalar"] = left_out_factor(closed, measured)
-        peaks["llm-analysis"], _ = ask(python, "llm-analysis.peak", rows)
+        peaks["llm-analysis"], _ = tools.ask("llm-analysis.peak", rows)
     print(f"\n## Iteration time of {len(plans)} plans, leave one out (aiconfigurator: inference only)")
     found: dict[str, Any] = {}
     for name, values in predicted.items():
@@ -251,14 +270,18 @@ def main() -> int:
     parser.add_argument("--baselines", help="interpreter that has aiconfigurator and llm-analysis")
     parser.add_argument("--serving-rows", type=int, help="a random sample of the serving rows")
     parser.add_argument("--json", type=Path, help="write the report here too")
+    parser.add_argument(
+        "--answers", type=Path, help="keep the baselines' answers in this file, and reuse them"
+    )
     options = parser.parse_args()
+    tools = Baselines(python=options.baselines, answers=options.answers) if options.baselines else None
     data = Path(os.environ.get("NEREUS_DATA", ROOT.parent / "shared" / "data"))
     report = {
         "kernels": kernels(data / "perf" / "aiconfigurator"),
         "transfer": transfer(data / "perf" / "vidur"),
-        "training": training(data / "perf" / "sailor", options.baselines),
+        "training": training(data / "perf" / "sailor", tools),
         "published": published(data / "rl"),
-        "serving": serving(data / "perf" / "aiconfigurator", options.baselines, options.serving_rows),
+        "serving": serving(data / "perf" / "aiconfigurator", tools, options.serving_rows),
     }
     if options.json is not None:
         options.json.write_text(json.dumps(plain(report), indent=1) + "\n")
