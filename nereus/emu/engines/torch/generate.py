@@ -1,0 +1,161 @@
+"""Generation by the torch engine: prompts in, rollouts out, the same on every rank of the unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nereus.emu.arena import TORCH_DTYPE, ShardState
+from nereus.emu.batch import PromptBatch, Rollouts, Sampling, TokenBatch, join_rows
+from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines.torch.decode import Decoded, decode
+from nereus.emu.engines.torch.decode_forward import DecodeForward
+from nereus.emu.engines.torch.forward import Stage
+from nereus.emu.engines.torch.product import packed
+from nereus.emu.engines.torch.rope import RopeTable
+from nereus.emu.engines.torch.weights import StageWeights, covered, stage_weights
+from nereus.emu.layout import Layout, shard
+from nereus.emu.unit_groups import UnitGroups
+from nereus.errors import DataError, explain
+
+PACK_FROM_STEPS = 16  # a packed copy costs about as much as it saves in ten steps
+
+
+class TorchGenerator:
+    """A `GenerateEngine` over one shard, its own or one that a training engine holds (`state`).
+
+    On CPUs a call holds a packed copy of the large float32 weights for as long as it runs. At most `max_rows`
+    prompts are in the cache at once (None: all of a call) and at most `prefill_tokens` of their tokens are
+    computed at a time; neither changes what is drawn.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layout: Layout,
+        groups: UnitGroups,
+        *,
+        state: ShardState | None = None,
+        device: torch.device | str = "cpu",
+        max_rows: int | None = None,
+        prefill_tokens: int = 8192,
+    ) -> None:
+        self.config, self.layout, self.groups = config, layout, groups
+        self.device = torch.device(device)
+        dtype = TORCH_DTYPE[config.dtype]
+        mine = shard(decoder_spec(config), layout, groups.rank)
+        self._state = state or ShardState.empty(mine, {"theta": dtype}, self.device)
+        self._table = RopeTable(config.rope, config.head_dim, self._state["theta"].flat.dtype, self.device)
+        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+
+    @property
+    def state(self) -> ShardState:
+        """The shard's weights; a weight sync writes into them between calls."""
+        return self._state
+
+    def generate(self, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
+        """Answer every prompt, on the CPU of every rank. Collective over the unit.
+
+        A response ends with the first of `sampling.stop_token_ids`, which it includes, or at the length
+        limit; the model's own end-of-sequence ids stop nothing unless they are among them. Raises DataError
+        for an empty prompt.
+        """
+        _check(prompts)
+        if prompts.num_rows == 0:
+            return _rollouts(prompts, _nothing(), torch.zeros(0, 0), version)
+        forward = DecodeForward(
+            Stage(weights=self._weights(sampling.max_new_tokens), table=self._table),
+            self.groups,
+            prefill_tokens=self._prefill_tokens,
+        )
+        rows = torch.split(torch.arange(prompts.num_rows), self._max_rows or prompts.num_rows)
+        parts = []
+        for part in (prompts.select(index) for index in rows):
+            with torch.inference_mode():
+                decoded = decode(forward, part, sampling, self.device)
+                logprobs_bt = self._from_last_stage(decoded.logprobs_bt)
+            parts.append(_rollouts(part, decoded, logprobs_bt, version))
+        return parts[0] if len(parts) == 1 else join_rows(parts)
+
+    def _weights(self, num_steps: int) -> StageWeights:
+        """Views of the state as it is now, packed where many steps repay the copy."""
+        theta = self._state["theta"]
+        weights = stage_weights(self.config, theta.shard, covered(theta), self.groups.tp)
+        return _packed_stage(weights) if num_steps >= PACK_FROM_STEPS else weights
+
+    def _from_last_stage(self, logprobs_bt: Tensor) -> Tensor:
+        if self.groups.pp is not None:
+            dist.broadcast(logprobs_bt, group=self.groups.pp, group_src=self.layout.pp - 1)
+        return logprobs_bt
+
+
+def _packed_stage(weights: StageWeights) -> StageWeights:
+    layers = tuple(
+        replace(
+            layer,
+            qkv=packed(layer.qkv),
+            out=packed(layer.out),
+            gate_up=packed(layer.gate_up),
+            down=packed(layer.down),
+        )
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=None if weights.head is None else packed(weights.head))
+
+
+def _check(prompts: PromptBatch) -> None:
+    if bool((prompts.lens_b < 1).any()):
+        raise DataError(
+            explain(
+                "cannot generate",
+                values=f"prompt lengths {prompts.lens_b.tolist()}",
+                rule="a prompt has at least one token",
+                remedy="begin prompts with the tokenizer's bos token",
+            )
+        )
+
+
+def _nothing() -> Decoded:
+    none = torch.zeros(0, dtype=torch.long)
+    return Decoded(
+        tokens_bt=none.view(0, 0), logprobs_bt=torch.zeros(0, 0), lens_b=none, stopped_b=none.bool()
+    )
+
+
+def _rollouts(prompts: PromptBatch, decoded: Decoded, logprobs_bt: Tensor, version: int) -> Rollouts:
+    """Prompts and responses side by side; copies, for inference tensors cannot enter a loss."""
+    response_lens_b = decoded.lens_b.cpu().clone()
+    batch = TokenBatch(
+        tokens_bs=_joined(prompts, decoded.tokens_bt.cpu(), response_lens_b),
+        prompt_lens_b=prompts.lens_b,
+        response_lens_b=response_lens_b,
+    )
+    return Rollouts(
+        batch=batch,
+        logprobs_bt=_widened(logprobs_bt.cpu().clone(), batch.max_response),
+        stopped_b=decoded.stopped_b.cpu().clone(),
+        sample_ids_b=prompts.sample_ids_b,
+        version=version,
+    )
+
+
+def _joined(prompts: PromptBatch, tokens_bt: Tensor, response_lens_b: Tensor) -> Tensor:
+    """Int64 [b, s]: each response right after its prompt, zeros after it."""
+    num_rows, lens_b = prompts.num_rows, prompts.lens_b
+    width = int((lens_b + response_lens_b).max()) if num_rows else 1
+    tokens_bs = torch.zeros(num_rows, width, dtype=torch.long)
+    places_s = torch.arange(width)
+    is_prompt_bs = places_s < lens_b[:, None]
+    num_columns = min(width, prompts.tokens_bs.shape[1])
+    tokens_bs[:, :num_columns] = prompts.tokens_bs[:, :num_columns] * is_prompt_bs[:, :num_columns]
+    is_response_bs = ~is_prompt_bs & (places_s < (lens_b + response_lens_b)[:, None])
+    tokens_bs[is_response_bs] = tokens_bt[torch.arange(tokens_bt.shape[1]) < response_lens_b[:, None]]
+    return tokens_bs
+
+
+def _widened(logprobs_bt: Tensor, width: int) -> Tensor:
+    """The first `width` columns, or zeros where there are none."""
+    return torch.nn.functional.pad(logprobs_bt, (0, max(0, width - logprobs_bt.shape[1])))[:, :width]
