@@ -43,8 +43,17 @@ COMMANDS = (
         target="nereus.cli.plan:plan",
         line="Find the best parallelism for a job, and say why.",
         examples=(
-            "nereus plan --model Qwen/Qwen2.5-7B --cluster h200_sxm:8 --batch 512",
+            "nereus plan --model Qwen/Qwen2.5-7B --cluster 1x8xH200 --batch 512",
             "nereus plan --help",
+        ),
+    ),
+    Command(
+        name="reshard",
+        target="nereus.cli.reshard:reshard",
+        line="Cut a stored model for another layout.",
+        examples=(
+            "nereus reshard Qwen2.5-7B/ checkpoints/ --to tp=4,pp=2 --dry-run",
+            "nereus reshard dcp/step-100 checkpoints/ --to tp=2 --model Qwen2.5-7B/",
         ),
     ),
     Command(
