@@ -1,0 +1,148 @@
+"""Which format a folder holds, and the folder as a source: ours, Hugging Face, torch DCP, Megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from nereus.emu.checkpoint.control import Control, OptimizerRecord
+from nereus.emu.checkpoint.convert import Conversion
+from nereus.emu.checkpoint.dcp_reader import METADATA, DcpReader
+from nereus.emu.checkpoint.dcp_source import DcpSource
+from nereus.emu.checkpoint.folder import MARKER, committed
+from nereus.emu.checkpoint.megatron_source import EMBEDDING, MegatronSource
+from nereus.emu.checkpoint.source import open_checkpoint
+from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
+from nereus.emu.hf_folder import HFSource
+from nereus.emu.source import LogicalSource
+from nereus.emu.tensor import ModelSpec
+from nereus.errors import CheckpointError, explain
+
+Format = Literal["nereus", "huggingface", "dcp", "megatron"]
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A folder as a source of one model. `control` and `adam_steps` are None where the format has none."""
+
+    format: Format
+    folder: Path
+    spec: ModelSpec
+    source: LogicalSource
+    control: Control | None = None
+    adam_steps: int | None = None
+
+
+def open_folder(
+    folder: Path | str,
+    *,
+    config: DecoderConfig | None = None,
+    model: str = "actor",
+    head: Head = "lm",
+    value_head_seed: int | None = None,
+    weights_only: bool = False,
+) -> Opened:
+    """Open a folder of any known format. Reads headers and indexes only.
+
+    `config` describes the model; a Hugging Face folder brings its own. `model` names one of the models in a
+    checkpoint of ours. With `weights_only` an optimizer state that cannot be read is passed over. A root of
+    ours stands for its newest checkpoint, one of Megatron for its latest iteration.
+
+    Raises CheckpointError for an unknown format, a missing config, or tensors that do not fit; ModelError for
+    a Hugging Face folder that is none.
+    """
+    path, kind = _resolve(Path(folder))
+    if kind == "huggingface":
+        source = HFSource(path, head=head, value_head_seed=value_head_seed)
+        return Opened(format=kind, folder=path, spec=source.spec, source=source)
+    if config is None:
+        raise CheckpointError(
+            explain(
+                f"cannot read {path}",
+                values=f"format {kind}, no model given",
+                rule="this format does not say how heads are grouped, so the model's config.json is needed",
+                remedy="name the model's folder, which holds config.json",
+            )
+        )
+    config = config.with_head(head)
+    spec = decoder_spec(config)
+    if kind == "nereus":
+        checkpoint = open_checkpoint(path)
+        stored = checkpoint.source(model)
+        stored.check(spec)
+        record = checkpoint.control.optimizers.get(model)
+        steps = record.adam_steps if record else None
+        return Opened(
+            format=kind,
+            folder=path,
+            spec=spec,
+            source=stored,
+            control=checkpoint.control,
+            adam_steps=steps,
+        )
+    saved = MegatronSource(path, config) if kind == "megatron" else DcpSource(path, spec)
+    if saved.unread and not weights_only:
+        raise CheckpointError(
+            explain(
+                f"cannot read the optimizer state in {path}",
+                values=f"{len(saved.unread)} tensors such as {saved.unread[0]}",
+                rule="moments are read when every parameter has them in its own geometry",
+                remedy="save them so (in Megatron without the distributed optimizer), or use --weights-only",
+            )
+        )
+    return Opened(format=kind, folder=path, spec=spec, source=saved, adam_steps=saved.adam_steps())
+
+
+def _resolve(path: Path) -> tuple[Path, Format]:
+    """The folder that holds the tensors, and its format."""
+    if (path / MARKER).is_file():
+        return path, "nereus"
+    if found := committed(path):
+        return found[-1], "nereus"
+    latest = path / MEGATRON_LATEST
+    if latest.is_file() and (text := latest.read_text().strip()).isdigit():
+        path = path / f"iter_{int(text):07d}"
+    if (path / METADATA).is_file():
+        names = DcpReader(path).names
+        return path, "megatron" if any(name.endswith(EMBEDDING) for name in names) else "dcp"
+    if (path / "config.json").is_file():
+        return path, "huggingface"
+    held = sorted(child.name for child in path.iterdir())[:6] if path.is_dir() else []
+    raise CheckpointError(
+        explain(
+            f"cannot tell what {path} is",
+            values=f"it holds {', '.join(held)}" if held else "it is absent or empty",
+            rule=f"known are a checkpoint of ours ({MARKER}), a torch or Megatron distributed checkpoint "
+            f"({METADATA}) and a Hugging Face folder (config.json)",
+            remedy="give the folder that holds one of these files",
+        )
+    )
+
+
+def control_for(opened: Opened, conversion: Conversion, adam_steps: int | None) -> Control:
+    """The control record of a converted checkpoint: the source's own, or one at step 0.
+
+    Raises CheckpointError when there are moments and nobody knows how many steps they have seen: Adam's bias
+    correction would be wrong without a sign of it.
+    """
+    steps = opened.adam_steps if adam_steps is None else adam_steps
+    has_moments = "exp_avg" in conversion.dtypes
+    if steps is None and has_moments:
+        raise CheckpointError(
+            explain(
+                f"cannot convert {opened.folder}",
+                values="it holds Adam's moments and no step count",
+                rule="the bias correction needs the number of optimizer steps",
+                remedy="give it by --adam-steps",
+            )
+        )
+    base = opened.control or Control(
+        step=0, policy_version=0, epoch=0, position=0, seed=0, config_digest="", optimizers={}
+    )
+    if steps is None or not has_moments:
+        return replace(base, optimizers={})
+    known = base.optimizers.get(conversion.model)
+    record = OptimizerRecord(adam_steps=steps, learning_rate=known.learning_rate if known else 0.0)
+    return replace(base, optimizers={conversion.model: record})
