@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from nereus.planner.collective_time import CollectiveTable
 from nereus.planner.kernel_fit import fit_context_attention, fit_decode_attention, fit_gemm
 from nereus.planner.kernel_time import (
-    KernelModel,
     context_attention_s,
     decode_attention_s,
     elementwise_s,
     gemm_s,
-    kernel_table,
 )
 from nereus.planner.measured import (
     MEASURED_GPUS,
@@ -32,6 +30,7 @@ from nereus.planner.measured import (
     read_gemm,
 )
 from nereus.planner.profile import GpuProfile, gpu_profile
+from nereus.planner.scalars import fit_gain
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -161,39 +160,44 @@ def all_reduce_errors(folder: Path, name: str, *, captured: bool = False) -> Map
     }
 
 
-def transfer_errors(folder: Path, name: str, *, correction: bool = False) -> Mapping[str, Errors]:
+def transfer_errors(folder: Path, name: str, *, correction: float | None = None) -> Mapping[str, Errors]:
     """Another laboratory's layer times, by model: the built-in tables with one scalar for the machine.
 
-    The scalar is the median ratio on 32 layers of all models together; the error is over all others. `folder`
-    holds the per-layer files (columns in ms). `correction` keeps the residual grid, which belongs to the
-    tables' library.
+    The scalar and the weight of the tables' residuals come from 32 layers of all models together (`fit_gain`;
+    a given `correction` keeps the weight); the error is over all others. `folder` holds the per-layer files
+    (columns in ms).
     """
     gpu = gpu_profile(MEASURED_GPUS[name].kind)
-    kernel = kernel_table(gpu.kernels).gemm
-    model = kernel if correction else replace(kernel, correction=None)
-    found: dict[str, tuple[Floats, Floats]] = {}
-    for path in sorted(folder.glob(f"{name.lower()}_*_mlp.csv.gz")):
-        columns = read_columns(path)
-        found[path.name.split("_")[1]] = (_layer_s(gpu, model, columns), _measured_layer_s(columns))
-    predicted = np.concatenate([pair[0] for pair in found.values()])
-    measured = np.concatenate([pair[1] for pair in found.values()])
+    rows = {
+        path.name.split("_")[1]: read_columns(path)
+        for path in sorted(folder.glob(f"{name.lower()}_*_mlp.csv.gz"))
+    }
+    measured = np.concatenate([_measured_layer_s(columns) for columns in rows.values()])
     sample = np.random.default_rng(0).permutation(len(measured))[:_TRANSFER_SAMPLE]
-    scalar = float(np.exp(np.median(np.log(measured[sample] / predicted[sample]))))
+
+    def predict(weight: float) -> Floats:
+        return np.concatenate([_layer_s(gpu, columns, weight) for columns in rows.values()])
+
+    if correction is None:
+        scalar, weight = fit_gain(lambda share: predict(share)[sample], measured[sample])
+    else:
+        weight = correction
+        scalar = float(np.exp(np.median(np.log(measured[sample] / predict(weight)[sample]))))
     rest = np.ones(len(measured), dtype=bool)
     rest[sample] = False
-    return {
-        "all": Errors.of(scalar * predicted[rest], measured[rest]),
-        **{model_name: Errors.of(scalar * pair[0], pair[1]) for model_name, pair in found.items()},
-    }
+    found = {"all": Errors.of(scalar * predict(weight)[rest], measured[rest])}
+    for model, columns in rows.items():
+        found[model] = Errors.of(scalar * _layer_s(gpu, columns, weight), _measured_layer_s(columns))
+    return found
 
 
-def _layer_s(gpu: GpuProfile, model: KernelModel, rows: Mapping[str, Floats]) -> Floats:
+def _layer_s(gpu: GpuProfile, rows: Mapping[str, Floats], weight: float) -> Floats:
     """Our price of one layer without attention over the context."""
     tp, m, h = rows["num_tensor_parallel_workers"], rows["num_tokens"], rows["n_embd"]
     d, f = h // rows["n_head"], rows["n_expanded_embd"] / tp
     query, kv = rows["n_head"] / tp, np.maximum(rows["n_kv_head"] / tp, 1)
     shapes = (((query + 2 * kv) * d, h), (h, query * d), (2 * f, h), (h, f))
-    products = sum(gemm_s(gpu, m, n, k, model=model) for n, k in shapes)
+    products = sum(gemm_s(gpu, m, n, k, weight=weight) for n, k in shapes)
     return np.asarray(products + elementwise_s(gpu, 2 * m * (8 * h + 2 * (query + 2 * kv) * d + 3 * f), 6))
 
 

@@ -9,15 +9,17 @@ scalars are refitted from a window of recent stages, pulled towards what an earl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from nereus.errors import ConfigError, explain
 from nereus.planner.calibration import NEUTRAL, Calibration
-from nereus.planner.scalars import GENERATION, PRIOR, TRAINING, fit_scalars, with_scalars
+from nereus.planner.scalars import GENERATION, PRIOR, TRAINING, fit_gain, fit_scalars, with_scalars
+
+Floats = NDArray[np.float64]
 
 CLASSES: tuple[str, ...] = (
     "gemm",
@@ -133,6 +135,7 @@ class Calibrator:
     """Everything learned about one (system, engine, model)."""
 
     gains: Mapping[str, Gain] = field(default_factory=dict)
+    correction: float = 1.0
     generation: StageFit = field(default_factory=lambda: StageFit.fresh(GENERATION))
     training: StageFit = field(default_factory=lambda: StageFit.fresh(TRAINING))
 
@@ -162,6 +165,18 @@ class Calibrator:
                 after = after.observed(operation_class, [predicted_s[term]], [measured_s[term]])
         return after
 
+    def with_products(self, predict: Callable[[float], Floats], measured_s: ArrayLike) -> Calibrator:
+        """After a few dozen timed products or layers: the weight of the tables' residuals, and the gain of
+        `gemm`.
+
+        `predict` as for `scalars.fit_gain`. Meant for a probe at the start of a job.
+        """
+        gain, weight = fit_gain(predict, measured_s)
+        after = self.observed(
+            "gemm", [1.0] * len(np.atleast_1d(measured_s)), [gain] * len(np.atleast_1d(measured_s))
+        )
+        return replace(after, correction=weight)
+
     def with_generation(self, row: ArrayLike, measured_s: float) -> Calibrator:
         """After one generation stage; `row` are its `scalars.features` for GENERATION over `base`."""
         return replace(self, generation=self.generation.observed(row, measured_s))
@@ -173,7 +188,8 @@ class Calibrator:
     @property
     def base(self) -> Calibration:
         """Class gains only: what stage features are priced with."""
-        return replace(NEUTRAL, **{name: gain.value for name, gain in self.gains.items()})
+        gains = {name: gain.value for name, gain in self.gains.items()}
+        return replace(NEUTRAL, correction=self.correction, **gains)
 
     @property
     def calibration(self) -> Calibration:
@@ -184,6 +200,7 @@ class Calibrator:
         """A prior for a later job: same values, less weight."""
         return Calibrator(
             gains={name: gain.faded(share) for name, gain in self.gains.items()},
+            correction=self.correction,
             generation=self.generation.faded(share),
             training=self.training.faded(share),
         )

@@ -43,6 +43,7 @@ def save(folder: Path, system: System, calibrator: Calibrator, *, now_s: float |
         "system": asdict(system),
         "saved_s": time.time() if now_s is None else now_s,
         "gains": {name: asdict(gain) for name, gain in calibrator.gains.items()},
+        "correction": calibrator.correction,
         "generation": asdict(calibrator.generation),
         "training": asdict(calibrator.training),
     }
@@ -87,6 +88,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Calibrator:
             for name, gain in tree["gains"].items()
             if name in CLASSES
         },
+        correction=float(tree["correction"]),
         generation=_stage_from_tree(tree["generation"], GENERATION),
         training=_stage_from_tree(tree["training"], TRAINING),
     )

@@ -14,9 +14,10 @@ from nereus.errors import ConfigError
 from nereus.planner.calibrate import CLASSES, MAX_GAIN, Calibrator, Gain, StageFit
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.cost import stage_time
+from nereus.planner.kernel_time import gemm_s
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
-from nereus.planner.profile import ClusterProfile
+from nereus.planner.profile import ClusterProfile, gpu_profile
 from nereus.planner.scalars import GENERATION, TRAINING, features, fit_scalars, with_scalars
 from nereus.planner.workload import Algorithm, ModelShapes, ModelStage, Workload
 
@@ -202,3 +203,19 @@ def test_timed_terms_teach_their_classes() -> None:
     assert after.base.gemm == pytest.approx(1.5)
     assert after.base.scale_out == pytest.approx(3.0)
     assert set(after.gains) == {"gemm", "scale_out"}
+
+
+@pytest.mark.parametrize("truth", [0.0, 1.0])
+def test_probe_tells_whether_the_tables_library_runs_here(truth: float) -> None:
+    gpu = gpu_profile("H100")
+    generator = np.random.default_rng(0)
+    m, n, k = (2.0 ** generator.integers(low, high, 32) for low, high in ((0, 13), (9, 15), (9, 15)))
+    noise = np.exp(generator.normal(0, 0.02, 32))
+
+    def predict(weight: float) -> np.ndarray:
+        return gemm_s(gpu, m, n, k, weight=weight)
+
+    after = Calibrator().with_products(predict, 1.3 * predict(truth) * noise)
+    assert after.correction == truth
+    assert after.base.correction == truth
+    assert after.base.gemm == pytest.approx(1.3, rel=0.02)

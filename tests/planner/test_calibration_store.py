@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def learned() -> Calibrator:
         calibrator = calibrator.observed("gemm", [1.0] * 5, [1.3] * 5)
         calibrator = calibrator.with_generation((1.0, 0.1, 0.001), 1.7)
         calibrator = calibrator.with_training((1.0, 0.1, 0.01, 0.01), 1.4)
-    return calibrator
+    return replace(calibrator, correction=0.25)
 
 
 def test_values_come_back_and_weigh_less(tmp_path: Path) -> None:
