@@ -11,6 +11,7 @@ from torch import Tensor
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.batch import TrainBatch
 from nereus.emu.engines.torch.engine import TorchEngine
+from nereus.emu.loss import PolicyLoss, ValueLoss
 from nereus.emu.unit_groups import UnitGroups
 from tests.emu.engines import torch_cases as cases
 from tests.emu.engines.torch_cases import LLAMA, QWEN2, QWEN3, Case, Pool, TokenLoss, make_batch
@@ -120,6 +121,30 @@ def test_moments_and_step_count_continue_in_another_engine() -> None:
     for kind, arena in first.state.arenas.items():
         assert torch.equal(second.state[kind].flat, arena.flat), kind
     assert second.step_count == 2
+
+
+def test_training_sees_the_log_probabilities_that_scoring_gave() -> None:
+    case = Case(config=QWEN3)
+    engine = cases.build(case, alone(case))
+    old_logprobs_bt = engine.score(BATCH.batch, micro_batch_rows=3, temperature=0.8).logprobs_bt
+    batch = replace(BATCH, old_logprobs_bt=old_logprobs_bt)
+    loss = PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token-mean", temperature=0.8)
+    stats = engine.train_step([batch], loss, COUNTS, learning_rate=1e-2).stats
+    assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-6)  # the update starts on policy
+    assert stats["clip_fraction"] == 0.0
+    again = engine.train_step([batch], loss, COUNTS, learning_rate=1e-2).stats
+    assert abs(again["approx_kl"]) > 1e-3
+
+
+def test_a_critic_moves_towards_its_returns() -> None:
+    case = Case(config=LLAMA.with_head("value"))
+    engine = cases.build(case, alone(case))
+    values_bt = engine.score(BATCH.batch, micro_batch_rows=3).values_bt
+    assert values_bt is not None
+    batch = replace(BATCH, old_values_bt=values_bt)
+    loss = ValueLoss(clip=None, aggregation="token-mean")
+    losses = [engine.train_step([batch], loss, COUNTS, learning_rate=1e-2).loss for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_an_engine_takes_over_a_prepared_state() -> None:
