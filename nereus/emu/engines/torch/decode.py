@@ -8,7 +8,7 @@ rows is done: the tail costs what its own rows cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,8 +127,14 @@ class _Draw:
         self._block_ndr = None if self._block_ndr is None else self._block_ndr[:, :, alive_r]
 
 
-def decode(forward: DecodeForward, prompts: PromptBatch, sampling: Sampling, device: torch.device) -> Decoded:
-    """Answer all prompts at once. Collective over the unit; equal on every rank but for log-probabilities."""
+def decode(
+    forward: DecodeForward, prompts: PromptBatch, sampling: Sampling, device: torch.device
+) -> Generator[None, None, Decoded]:
+    """Answer prompts; equal on every rank of the unit but for log-probabilities.
+
+    Collective over the unit. It pauses wherever the next stage has work, so that a stage which runs several
+    of these by turns is not idle meanwhile.
+    """
     draw = _Draw(prompts, sampling, forward.vocab_size, device)
     transcript = _Transcript(prompts.num_rows, device)
     width, limit = int(prompts.lens_b.max()), sampling.max_new_tokens
@@ -136,6 +142,7 @@ def decode(forward: DecodeForward, prompts: PromptBatch, sampling: Sampling, dev
     is_stop_v = _stop_table(sampling.stop_token_ids, forward.vocab_size, device)
     logits_rv = forward.prompts(prompts.tokens_bs, prompts.lens_b, width + min(GROWTH, limit))
     for position in range(limit):
+        yield
         if logits_rv is None:
             tokens_r = torch.empty(len(alive_r), dtype=torch.long, device=device)
             logprobs_r = torch.zeros(len(alive_r), device=device)
@@ -158,7 +165,22 @@ def decode(forward: DecodeForward, prompts: PromptBatch, sampling: Sampling, dev
                 tokens_r, alive_r = tokens_r[rows_r], alive_r[rows_r]
         _make_room(forward, rows_r, limit - position - 1)
         logits_rv = forward.step(tokens_r)
+    forward.finish()
     return transcript.finish(sampling.stop_token_ids)
+
+
+def by_turns(runs: Sequence[Generator[None, None, Decoded]]) -> list[Decoded]:
+    """Advance all runs in turn until each has its result; results in order of the runs."""
+    results: dict[int, Decoded] = {}
+    while len(results) < len(runs):
+        for number, run in enumerate(runs):
+            if number in results:
+                continue
+            try:
+                next(run)
+            except StopIteration as end:
+                results[number] = end.value
+    return [results[number] for number in range(len(runs))]
 
 
 def _make_room(forward: DecodeForward, rows_r: Tensor | None, left: int) -> None:

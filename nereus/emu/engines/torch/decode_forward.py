@@ -33,6 +33,7 @@ class DecodeForward:
         self._prefill_tokens = prefill_tokens
         self._place = groups.position.pp
         self._cache: KVCache | None = None
+        self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it has left
 
     @property
     def is_last(self) -> bool:
@@ -126,8 +127,18 @@ class DecodeForward:
     def _leave(self, x_nh: Tensor) -> Tensor | None:
         if self.is_last:
             return full_logits(final_norm(x_nh, self._stage.weights), self._stage.weights)
-        dist.send(x_nh.contiguous(), group=self._groups.pp, group_dst=self._place + 1)
+        self.finish()  # one message in flight: the next stage works on it while this one turns to other rows
+        x_nh = x_nh.contiguous()
+        work = dist.isend(x_nh, group=self._groups.pp, group_dst=self._place + 1)
+        assert work is not None, "a member of the group always gets a handle"
+        self._sent = (work, x_nh)
         return None
+
+    def finish(self) -> None:
+        """Wait until what was sent to the next stage has left."""
+        if self._sent is not None:
+            self._sent[0].wait()
+            self._sent = None
 
 
 def _distinct(tokens_bs: Tensor, lens_b: Tensor) -> tuple[TokenBatch, Tensor]:

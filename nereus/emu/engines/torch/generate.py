@@ -11,7 +11,7 @@ from torch import Tensor
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, TokenBatch, join_rows
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.engines.torch.decode import Decoded, decode
+from nereus.emu.engines.torch.decode import Decoded, by_turns, decode
 from nereus.emu.engines.torch.decode_forward import DecodeForward
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.product import packed
@@ -66,18 +66,21 @@ class TorchGenerator:
         _check(prompts)
         if prompts.num_rows == 0:
             return _rollouts(prompts, _nothing(), torch.zeros(0, 0), version)
-        forward = DecodeForward(
-            Stage(weights=self._weights(sampling.max_new_tokens), table=self._table),
-            self.groups,
-            prefill_tokens=self._prefill_tokens,
-        )
-        rows = torch.split(torch.arange(prompts.num_rows), self._max_rows or prompts.num_rows)
-        parts = []
-        for part in (prompts.select(index) for index in rows):
-            with torch.inference_mode():
-                decoded = decode(forward, part, sampling, self.device)
-                logprobs_bt = self._from_last_stage(decoded.logprobs_bt)
-            parts.append(_rollouts(part, decoded, logprobs_bt, version))
+        stage = Stage(weights=self._weights(sampling.max_new_tokens), table=self._table)
+        at_once = torch.split(torch.arange(prompts.num_rows), self._max_rows or prompts.num_rows)
+        parts = [self._answer(stage, prompts.select(rows), sampling, version) for rows in at_once]
+        return parts[0] if len(parts) == 1 else join_rows(parts)
+
+    def _answer(self, stage: Stage, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
+        """Answer prompts whose caches fit together, in as many sets of rows as there are pipeline stages."""
+        sets = [prompts.select(rows) for rows in torch.arange(prompts.num_rows).tensor_split(self.layout.pp)]
+        sets = [rows for rows in sets if rows.num_rows]
+        with torch.inference_mode():
+            forwards = [DecodeForward(stage, self.groups, prefill_tokens=self._prefill_tokens) for _ in sets]
+            runs = [decode(*each, sampling, self.device) for each in zip(forwards, sets, strict=True)]
+            answers = by_turns(runs)
+            logprobs = [self._from_last_stage(answer.logprobs_bt) for answer in answers]
+        parts = [_rollouts(*each, version) for each in zip(sets, answers, logprobs, strict=True)]
         return parts[0] if len(parts) == 1 else join_rows(parts)
 
     def _weights(self, num_steps: int) -> StageWeights:
