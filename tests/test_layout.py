@@ -44,6 +44,8 @@ PURE_EMU = {
     "regions",
     "report",
     "lowering",
+    "streams",
+    "refusals",
     "topology",
     "graph",
     "schedule",

@@ -1,111 +1,23 @@
-"""From a reshard plan to one rank's rounds: streams, buckets, messages.
-
-Routes of one path form a *stream*. A stream's regions are dealt in order into buckets; bucket k travels hop h
-in turn k + h, so that a relay passes on each bucket while the next one arrives. All that decides buckets and
-turns is computed from the plan alone, alike at every rank, so ends never negotiate.
-
-Where a rank has more peers than a group call may have operations, streams are dealt into *waves*, each within
-the cap, that run one after the other.
-"""
+"""From a reshard plan to one rank's copies, rounds and messages."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING
 
 from nereus.emu.layout import Rank, Shard, shard
-from nereus.emu.partition import cell_rows
 from nereus.emu.rank_plan import Chunk, LocalCopy, Message, Mode, RankPlan, Round, Side, Transfer
-from nereus.emu.regions import Part, Seat, parts_of, region_of, rows_of
-from nereus.emu.sources import Route
+from nereus.emu.regions import Seat, parts_of, region_of
+from nereus.emu.streams import Bucket, buckets, chunk_of, direct_allowed
 from nereus.emu.unit import Unit
 from nereus.errors import InvalidOperation, explain
 
 if TYPE_CHECKING:
     from nereus.emu.reshard import ReshardPlan
 
-RELAY_BUCKETS = 8  # a chain fills its pipeline in an eighth of the transfer or less
-MIN_RELAY_BUCKET_BYTES = 1 << 20
 _WAVE_SHIFT, _CHUNK_SHIFT = 24, 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """Routes of one path, the wave they travel in, and the bytes of a bucket."""
-
-    path: tuple[Rank, ...]
-    routes: tuple[Route, ...]
-    wave: int
-    bucket_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streams:
-    """All streams, sorted by path, and what they have in common.
-
-    `message_operations` is the share of the operation cap that one message may use; `fill_bytes` pass the
-    longest chain before its last receiver gets its first bucket.
-    """
-
-    items: tuple[Stream, ...]
-    by_rank: dict[Rank, tuple[int, ...]]
-    message_operations: int
-    num_rounds: int
-    fill_bytes: int
-
-
-def streams(plan: ReshardPlan) -> Streams:
-    """Group the routes by path and share out the operation cap."""
-    by_path: dict[tuple[Rank, ...], list[Route]] = defaultdict(list)
-    for route in plan.routes:
-        by_path[route.path].append(route)
-    cap = plan.limits.operation_cap
-    used: list[Counter[Rank]] = []
-    items: list[Stream] = []
-    for path, routes in sorted(by_path.items()):
-        ends = Counter(rank for hop in pairwise(path) for rank in hop)
-        fits = (all(taken[r] + n <= cap for r, n in ends.items()) for taken in used)
-        wave = next((number for number, fit in enumerate(fits) if fit), len(used))
-        if wave == len(used):
-            used.append(Counter())
-        used[wave].update(ends)
-        size = sum(route.num_elements for route in routes) * plan.wire_bytes_per_element
-        items.append(
-            Stream(path=path, routes=tuple(routes), wave=wave, bucket_bytes=_bucket(plan, path, size))
-        )
-    busiest = max((n for taken in used for n in taken.values()), default=1)
-    mine: dict[Rank, list[int]] = defaultdict(list)
-    for index, stream in enumerate(items):
-        for rank in stream.path:
-            mine[rank].append(index)
-    return Streams(
-        items=tuple(items),
-        by_rank={rank: tuple(indices) for rank, indices in mine.items()},
-        message_operations=cap // busiest,
-        num_rounds=_num_rounds(plan, items, len(used)),
-        fill_bytes=max((s.bucket_bytes * (len(s.path) - 2) for s in items), default=0),
-    )
-
-
-def _bucket(plan: ReshardPlan, path: tuple[Rank, ...], size: int) -> int:
-    cap = plan.limits.bucket_bytes
-    if len(path) == 2:
-        return cap
-    return min(cap, max(MIN_RELAY_BUCKET_BYTES, -(-size // (RELAY_BUCKETS * (len(path) - 2)))))
-
-
-def _num_rounds(plan: ReshardPlan, items: list[Stream], num_waves: int) -> int:
-    """About how many group calls the exchange takes: the longest stream of every wave."""
-    longest = [0] * num_waves
-    for stream in items:
-        size = sum(route.num_elements for route in stream.routes) * plan.wire_bytes_per_element
-        turns = -(-size // stream.bucket_bytes) + len(stream.path) - 2
-        longest[stream.wave] = max(longest[stream.wave], turns)
-    return sum(longest)
 
 
 def _seat(unit: Unit | None, rank: Rank) -> Seat:
@@ -116,68 +28,6 @@ def _seat(unit: Unit | None, rank: Rank) -> Seat:
 def _seats(plan: ReshardPlan, path: tuple[Rank, ...]) -> tuple[Seat, ...]:
     source = _seat(plan.old_unit(path[0]), path[0])
     return (source, *(_seat(plan.new_unit(rank), rank) for rank in path[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """What one stream sends in one turn of one chunk."""
-
-    chunk: int
-    turn: int
-    parts: tuple[Part, ...]
-
-
-def _buckets(plan: ReshardPlan, stream: Stream, seats: tuple[Seat, ...], mode: Mode) -> Iterator[_Bucket]:
-    """Deal the stream's parts into buckets by size alone, so that all hops agree."""
-    by_chunk: dict[int, list[Part]] = defaultdict(list)
-    for route in stream.routes:
-        for part in parts_of(plan.partition, route.blocks, route.share, seats):
-            by_chunk[_chunk_of(plan, part, mode)].append(part)
-    for chunk, parts in sorted(by_chunk.items()):
-        for turn, bucket in enumerate(_deal(plan, stream, parts)):
-            yield _Bucket(chunk, turn, tuple(bucket))
-
-
-def _chunk_of(plan: ReshardPlan, part: Part, mode: Mode) -> int:
-    if mode == "shadow":
-        return 0
-    return plan.partition.classes[part.kind].chunk(part.instance, plan.model.num_layers)
-
-
-def _deal(plan: ReshardPlan, stream: Stream, parts: Iterable[Part]) -> Iterator[list[Part]]:
-    width, budget = plan.wire_bytes_per_element, plan.streams.message_operations
-    bucket: list[Part] = []
-    size, operations = 0, 1
-    for part in _no_larger(parts, stream.bucket_bytes // width):
-        elements = part.num_elements
-        cost = sum(elements * move.wire_bytes >= plan.limits.direct_bytes for move in plan.moves)
-        cost = cost if _direct_allowed(plan) else 0
-        if bucket and (size + elements * width > stream.bucket_bytes or operations + cost > budget):
-            yield bucket
-            bucket, size, operations = [], 0, 1
-        bucket.append(part)
-        size += elements * width
-        operations += cost
-    if bucket:
-        yield bucket
-
-
-def _direct_allowed(plan: ReshardPlan) -> bool:
-    """Whether a message may spend an operation on every kind of a region besides the packed one."""
-    return plan.streams.message_operations > len(plan.moves)
-
-
-def _no_larger(parts: Iterable[Part], limit: int) -> Iterator[Part]:
-    """Cut parts above `limit` elements between rows; a single row is never cut."""
-    for part in parts:
-        if part.num_elements <= limit:
-            yield part
-            continue
-        rows = cell_rows(part.box)
-        step = max(1, limit * rows // part.num_elements)
-        for lo in range(0, rows, step):
-            box = rows_of(part.box, lo, min(rows, lo + step)) if rows > 1 else part.box
-            yield Part(part.kind, part.instance, part.slot, box)
 
 
 def rank_plan(plan: ReshardPlan, rank: Rank, mode: Mode) -> RankPlan:
@@ -210,7 +60,7 @@ def _turns(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[Round]]:
         stream = plan.streams.items[index]
         seats = _seats(plan, stream.path)
         at = stream.path.index(rank)
-        for bucket in _buckets(plan, stream, seats, mode):
+        for bucket in buckets(plan, stream, seats, mode):
             number = (bucket.chunk << _CHUNK_SHIFT) + (stream.wave << _WAVE_SHIFT) + bucket.turn
             if at > 0:
                 message = _message(plan, bucket, stream.path, seats, hop=at - 1, sending=False)
@@ -247,7 +97,7 @@ def _widest_first(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
 
 def _message(
     plan: ReshardPlan,
-    bucket: _Bucket,
+    bucket: Bucket,
     path: tuple[Rank, ...],
     seats: tuple[Seat, ...],
     *,
@@ -267,7 +117,7 @@ def _message(
         target = region_of(plan.partition, part, seats[hop + 1], "new")
         for move in plan.moves:
             ends = Transfer(region=source, move=move), Transfer(region=target, move=move)
-            large = ends[0].num_bytes >= plan.limits.direct_bytes and _direct_allowed(plan)
+            large = ends[0].num_bytes >= plan.limits.direct_bytes and direct_allowed(plan)
             live = ends[0].zero_copy or ends[1].zero_copy
             (direct if large and live else packed).append(ends[0] if sending else ends[1])
     peer = path[hop + 1] if sending else path[hop]
@@ -283,7 +133,7 @@ def _copies(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[LocalCo
     for part in parts_of(plan.partition, plan.local_blocks(rank), None, seats):
         source = region_of(plan.partition, part, seats[0], "old")
         target = region_of(plan.partition, part, seats[1], "new")
-        out[_chunk_of(plan, part, mode)] += [
+        out[chunk_of(plan, part, mode)] += [
             LocalCopy(source=source, target=target, move=move) for move in plan.moves
         ]
     return out

@@ -14,7 +14,6 @@ for the placement. Split, Merge, Extend and a general change of layout are shape
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,17 +21,18 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from nereus.emu import lowering, report
-from nereus.emu.kinds import KindMoves, same_kinds
+from nereus.emu.kinds import KindMoves
 from nereus.emu.layout import Rank
 from nereus.emu.partition import Bools, Partition, cut_of, partition
 from nereus.emu.placement import Placement, holdings, place
 from nereus.emu.rank_plan import Mode, RankPlan
+from nereus.emu.refusals import check_units, no_source
 from nereus.emu.report import Collective, Traffic
 from nereus.emu.sources import Route, choose_routes
+from nereus.emu.streams import Streams, make_streams
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit
-from nereus.errors import InvalidOperation, NoSource, explain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +138,9 @@ class ReshardPlan:
         return partition(self.model, _cuts((*self.old, *self.new)))
 
     @cached_property
-    def streams(self) -> lowering.Streams:
+    def streams(self) -> Streams:
         """The routes by path, with the budget of operations that the whole plan allows each message."""
-        return lowering.streams(self)
+        return make_streams(self)
 
     def old_unit(self, rank: Rank) -> Unit | None:
         """The unit whose shard the rank holds before, None when it holds none."""
@@ -203,7 +203,7 @@ def plan_reshard(
     """
     old, new = tuple(old_units), tuple(new_units)
     gone = frozenset(lost)
-    moves = _check(old, new, kinds, gone)
+    moves = check_units(old, new, kinds, gone)
     topology = topology or Topology.single_node(
         1 + max(r for unit in (*old, *new) for r in unit.layout.ranks)
     )
@@ -215,7 +215,7 @@ def plan_reshard(
     remote = need & ~have
     orphans = np.flatnonzero(remote.any(axis=0) & ~have.any(axis=0))
     if len(orphans):
-        raise _no_source(part, int(orphans[0]), len(orphans), gone)
+        raise no_source(part, int(orphans[0]), len(orphans), gone)
     limits = limits or Limits()
     routes = choose_routes(
         part,
@@ -227,60 +227,6 @@ def plan_reshard(
     )
     return ReshardPlan(
         model=model, old=old, new=new, moves=moves, topology=topology, limits=limits, lost=gone, routes=routes
-    )
-
-
-def _check(
-    old: tuple[Unit, ...], new: tuple[Unit, ...], kinds: KindMoves | None, lost: frozenset[Rank]
-) -> KindMoves:
-    if not old or not new:
-        raise _unfit(
-            f"{len(old)} old and {len(new)} new units",
-            "both sides need at least one unit",
-            "load a checkpoint to start from nothing",
-        )
-    for side, units in (("old", old), ("new", new)):
-        counts = Counter(rank for unit in units for rank in unit.layout.ranks)
-        if twice := sorted(rank for rank, count in counts.items() if count > 1):
-            raise _unfit(
-                f"ranks {twice} lie in two {side} units", "I1: a rank is in one unit", "give disjoint units"
-            )
-    if dead := sorted(lost & {rank for unit in new for rank in unit.layout.ranks}):
-        raise _unfit(f"new units on lost ranks {dead}", "a lost rank can hold nothing", "choose live ranks")
-    moves = same_kinds(old[0].kinds, new[0].kinds) if kinds is None else kinds
-    for unit in old:
-        if absent := [move.source for move in moves if move.source not in unit.kinds]:
-            raise _unfit(
-                f"{unit.id} lacks {', '.join(f'{k.name} in {k.dtype}' for k in absent)}",
-                "every old unit is a source of every kind",
-                "leave out units that do not carry it",
-            )
-    for unit in new:
-        if set(unit.kinds) != {move.target for move in moves}:
-            raise _unfit(
-                f"{unit.id} has kinds {[k.name for k in unit.kinds]}",
-                "every kind of a new unit comes from exactly one kind of the old ones",
-                "name a source for each of its kinds",
-            )
-    return moves
-
-
-def _unfit(values: str, rule: str, remedy: str) -> InvalidOperation:
-    return InvalidOperation(explain("cannot plan the reshard", values=values, rule=rule, remedy=remedy))
-
-
-def _no_source(part: Partition, block: int, num_blocks: int, lost: frozenset[Rank]) -> NoSource:
-    first = part.blocks[block]
-    cell, kind = first.cells[0], part.classes[first.kind]
-    name = kind.names[first.instances[0]][cell.slot]
-    interval = ", ".join(f"{lo}:{hi}" for lo, hi in cell.box)
-    return NoSource(
-        explain(
-            f"cannot plan the reshard: no live rank holds {name}[{interval}]",
-            values=f"{num_blocks} of {len(part.blocks)} blocks have no holder; lost ranks {sorted(lost)}",
-            rule="every needed part must lie on a live rank",
-            remedy="restore this model from its last checkpoint",
-        )
     )
 
 
