@@ -279,11 +279,21 @@ def test_the_same_step_again_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_crashed_writers_left_is_cleared(tmp_path: Path) -> None:
-    begin(tmp_path, 8)
-    save(tmp_path, 10)
-    newer = begin(tmp_path, 12)
-    assert [path.name for path in abandon(tmp_path)] == ["step-000008.tmp"]
+    begin(tmp_path, 999_998)
+    assert abandon(tmp_path) == ()  # without a checkpoint nothing is known to be older
+    save(tmp_path, 1_000_000, tp=1, pp=1)
+    newer = begin(tmp_path, 1_000_002)
+    assert [path.name for path in abandon(tmp_path)] == ["step-999998.tmp"]
     assert newer.is_dir()
+
+
+def test_a_disk_that_refuses_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "step-000012.tmp").write_text("a file where the folder should be")
+    spec = decoder_spec(CONFIG)
+    layout = Layout.make(spec, tp=1, pp=1, ranks=(0,))
+    state = ShardState.empty(shard(spec, layout, 0), {"theta": torch.float32})
+    with pytest.raises(CheckpointError, match="the previous checkpoint still holds"):
+        write_part(tmp_path / "step-000012.tmp", "actor", spec, layout, 0, state)
 
 
 def test_a_missing_part_is_not_committed(tmp_path: Path) -> None:

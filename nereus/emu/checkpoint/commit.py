@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus.emu.checkpoint.control import Control
-from nereus.emu.checkpoint.folder import FORMAT, MARKER, committed, discard, prune, step_folder
+from nereus.emu.checkpoint.folder import FORMAT, MARKER, committed, discard, prune, step_folder, step_of
 from nereus.emu.checkpoint.ownership import uncovered
 from nereus.emu.checkpoint.part import Part
 from nereus.emu.tensor import Box, ModelSpec
@@ -76,9 +76,9 @@ def abandon(root: Path | str) -> tuple[Path, ...]:
 
     Only the driver that owns `root` may call it, between checkpoints.
     """
-    newest = committed(root)[-1:]
+    newest = max((step_of(path.name) or 0 for path in committed(root)), default=-1)
     left = [path for path in Path(root).glob("step-*.*") if path.suffix in (".tmp", ".old")]
-    gone = tuple(path for path in left if newest and path.stem <= newest[0].name)
+    gone = tuple(path for path in left if (step_of(path.name) or 0) <= newest)
     for path in gone:
         shutil.rmtree(path)
     return gone

@@ -20,17 +20,19 @@ def step_folder(root: Path | str, step: int) -> Path:
     return Path(root) / f"step-{step:06d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's folder name, also with a suffix such as `.tmp`; None for other names."""
+    match = _NAME.match(name)
+    return int(match[1]) if match else None
+
+
 def committed(root: Path | str) -> tuple[Path, ...]:
     """The committed checkpoints, oldest first. Half-written ones are not among them."""
     folder = Path(root)
     if not folder.is_dir():
         return ()
-    found = [
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and (path / MARKER).is_file()
-    ]
-    return tuple(path for _, path in sorted(found))
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
+    return tuple(sorted(found, key=lambda path: step_of(path.name) or 0))
 
 
 def read_marker(path: Path) -> dict[str, FileSum]:

@@ -11,6 +11,7 @@ from nereus.emu.checkpoint.ownership import owned_pieces
 from nereus.emu.layout import Layout, Piece, Rank
 from nereus.emu.tensor import Box, ModelSpec, box_shape
 from nereus.emu.tensor_writer import FileSum, Outgoing, write_tensors
+from nereus.errors import CheckpointError, explain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +44,25 @@ def write_part(
 ) -> Part:
     """Write `folder/model/part-<place>.safetensors`, flushed to the disk. Called on every rank of one unit.
 
-    `grad` is never stored. The file's number is the rank's place in the layout. Raises OSError when the disk
-    refuses.
+    `grad` is never stored. The file's number is the rank's place in the layout. Raises CheckpointError when
+    the disk refuses.
     """
-    place = layout.ranks.index(rank)
-    name = f"part-{place:05d}.safetensors"
-    target = Path(folder) / model
-    target.mkdir(parents=True, exist_ok=True)
+    name = f"part-{layout.ranks.index(rank):05d}.safetensors"
+    path = Path(folder) / model / name
     kinds = [kind for kind in state.arenas if kind != "grad"]
     pieces = owned_pieces(spec, layout)[rank]
-    checksum = write_tensors(target / name, _outgoing(state, kinds, pieces))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checksum = write_tensors(path, _outgoing(state, kinds, pieces))
+    except OSError as problem:
+        raise CheckpointError(
+            explain(
+                f"cannot write {path}",
+                values=str(problem),
+                rule="every rank of one unit writes its part",
+                remedy="make room or name another folder; the previous checkpoint still holds",
+            )
+        ) from problem
     return Part(
         model=model,
         file=name,
