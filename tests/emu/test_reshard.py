@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from nereus.emu.layout import Layout, Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Split
 from nereus.emu.placement import holdings
 from nereus.emu.reshard import Limits, ReshardPlan, plan_reshard
-from nereus.emu.tensor import Even, Fused, ModelSpec, TensorSpec
+from nereus.emu.tensor import Box, Even, Fused, ModelSpec, TensorSpec, box_shape
 from nereus.emu.topology import Link, Topology
 from nereus.emu.unit import ClusterState, Unit, UnitId
 from nereus.errors import InvalidLayout, InvalidOperation, NoSource
@@ -218,6 +218,40 @@ def test_fused_rows_that_do_not_divide_round_trip_with_empty_shards() -> None:
     units, stores = units_of(model, 4, 1), None
     for tp in (2, 3, 1, 4, 1, 3, 4):
         plan = plan_reshard(model, units, units_of(model, tp, 1))
+        outcome = run(plan, stores_of(plan) if stores is None else stores)
+        check(plan, outcome)
+        assert plan.bytes == plan.lower_bound
+        units, stores = plan.new, outcome.stores
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A cut of both dimensions at once, as expert or sequence parallelism beside tp would make."""
+
+    def box(self, shape: tuple[int, ...], tp: int, position: int) -> Box:
+        rows = max(n for n in range(1, tp + 1) if tp % n == 0 and n * n <= tp)
+        row, column = divmod(position, tp // rows)
+        return (
+            Even(dim=0).interval(shape[0], rows, row),
+            Even(dim=0).interval(shape[1], tp // rows, column),
+        )
+
+    def stored_shape(self, shape: tuple[int, ...], tp: int, position: int) -> tuple[int, ...]:
+        return box_shape(self.box(shape, tp, position))
+
+
+def test_cuts_along_two_dimensions_need_nothing_else() -> None:
+    model = ModelSpec(
+        tensors=tuple(
+            TensorSpec(name=f"layer{i}.experts", shape=(10, 14), cut=Tiles(), place=i) for i in range(2)
+        ),
+        num_layers=2,
+        num_heads=24,
+        num_kv_heads=24,
+    )
+    units, stores = units_of(model, 4, 1), None
+    for tp, pp in ((2, 2), (6, 1), (1, 1), (12, 1), (3, 2), (4, 1)):
+        plan = plan_reshard(model, units, units_of(model, tp, pp), limits=TINY)
         outcome = run(plan, stores_of(plan) if stores is None else stores)
         check(plan, outcome)
         assert plan.bytes == plan.lower_bound
