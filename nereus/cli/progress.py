@@ -63,15 +63,15 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def describe_step(record: StepRecord) -> str:
-    """The step's numbers in one line."""
+def describe_step(record: StepRecord) -> tuple[str, str]:
+    """What the step yielded, and how fast: each fits a line of a narrow terminal."""
     if record.reward_mean is None:
         reward = "reward – (all missing)"
     else:
         reward = f"reward {record.reward_mean:.4g} [{record.reward_min:.4g}, {record.reward_max:.4g}]"
     missing = f", {record.num_missing_rewards} missing" if record.num_missing_rewards else ""
     length = f"length {record.length_mean:.1f} (p95 {record.length_p95:.0f}, max {record.length_max})"
-    return f"{reward}{missing}   {length}   {record.tokens_per_s:,.0f} tokens/s   {duration(record.step_s)}"
+    return f"{reward}{missing}   {length}", f"{record.tokens_per_s:,.0f} tokens/s   {duration(record.step_s)}"
 
 
 class QuietProgress:
@@ -107,8 +107,8 @@ class PlainProgress(QuietProgress):
         """Print the step."""
         self._pace.add(record.step_s)
         done = record.step + 1
-        left = self._pace.left(done)
-        self._print(f"step {done}/{self._num_steps}   {describe_step(record)}{'   ' + left if left else ''}")
+        parts = [f"step {done}/{self._num_steps}", *describe_step(record), self._pace.left(done)]
+        self._print("   ".join(part for part in parts if part))
 
     def on_message(self, text: str) -> None:
         """Print the message."""
@@ -177,5 +177,5 @@ class LiveProgress:
                 Text(f"  {'   '.join(stages) or self._message}", style="cyan"),
             ]
             if self._last is not None:
-                lines.append(Text(f"  {describe_step(self._last)}"))
+                lines += [Text(f"  {line}") for line in describe_step(self._last)]
             return Group(*lines)

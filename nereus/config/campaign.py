@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from nereus.config.algorithm import GrpoConfig, PpoConfig, RemaxConfig
-from nereus.config.frozen import Frozen
+from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.models import ModelsConfig
 from nereus.config.paths import OutputPath
 from nereus.config.plan import ClusterConfig, PlanConfig
@@ -51,9 +51,9 @@ class CampaignConfig(Frozen):
     """The models."""
     prompts: PromptsConfig
     """The prompts."""
-    reward: Annotated[PythonReward | ReasoningGymReward | ModelReward, Field(discriminator="kind")]
+    reward: Annotated[PythonReward | ReasoningGymReward | ModelReward, BY_KIND]
     """The reward."""
-    algorithm: Annotated[GrpoConfig | PpoConfig | RemaxConfig, Field(discriminator="kind")] = GrpoConfig()
+    algorithm: Annotated[GrpoConfig | PpoConfig | RemaxConfig, BY_KIND] = GrpoConfig()
     """The algorithm."""
     batch: BatchConfig = BatchConfig()
     """Prompts and rows of a step."""

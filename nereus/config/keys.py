@@ -103,7 +103,7 @@ def nearest_keys(path: Sequence[str | int], *, limit: int = 3) -> tuple[str, ...
     The whole tree is searched: a sibling that is nearly the same comes first, then the same name elsewhere
     (or what other trainers call it), then a sibling somewhat alike, then a similar name elsewhere.
     """
-    *parent, last = (str(part) for part in path)
+    *parent, last = (part for part in path if isinstance(part, str))
     word = last.lower().replace("-", "_")
     scores: dict[str, float] = {}
     for key in known_keys():

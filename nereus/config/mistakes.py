@@ -97,7 +97,8 @@ def _meaning(path: KeyPath) -> str:
 
 
 def _known_instead(path: KeyPath) -> str:
-    """What to write instead of an unknown key."""
+    """What to write instead of an unknown key; places in lists do not count."""
+    path = tuple(part for part in path if isinstance(part, str))
     if kinds := [key.kind for key in known_keys() if key.path == path and key.kind]:
         where = ".".join(map(str, path[:-1]))
         return f"{path[-1]} belongs to {where}.kind {' and '.join(kinds)}; take it out, or change the kind"

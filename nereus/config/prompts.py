@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nereus.config.frozen import Frozen
+from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.paths import FunctionPath, InputPath
 
 
@@ -65,7 +65,7 @@ class LongPrompts(StrEnum):
 class PromptsConfig(Frozen):
     """Where prompts come from, and how they become tokens."""
 
-    source: Annotated[FileData | PythonData | ReasoningGymData, Field(discriminator="kind")]
+    source: Annotated[FileData | PythonData | ReasoningGymData, BY_KIND]
     """The source of prompts."""
     chat_template: bool = False
     """Apply the tokenizer's chat template; otherwise prompts are plain text."""
