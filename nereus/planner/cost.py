@@ -13,7 +13,7 @@ from nereus.planner.candidates import as_candidates
 from nereus.planner.collective_time import point_to_point_s
 from nereus.planner.forward_time import inference_terms, training_terms
 from nereus.planner.generation_time import generation_terms
-from nereus.planner.layer_time import Place
+from nereus.planner.layer_time import BF16, FP32, Place
 from nereus.planner.profile import ClusterProfile, LinkClass
 from nereus.planner.shard_size import rank_parameters
 from nereus.planner.workload import ModelStage, Schedule, Stage, Workload
@@ -67,7 +67,11 @@ def stage_times(
     workload lacks or an unknown GPU kind.
     """
     place = Place(
-        shape=workload.shape(model_stage), cluster=cluster, gpu_kind=gpu_kind, calibration=calibration
+        shape=workload.shape(model_stage),
+        cluster=cluster,
+        gpu_kind=gpu_kind,
+        calibration=calibration,
+        precision=FP32 if workload.dtype == "float32" else BF16,
     )
     sizes = as_candidates(tp, pp, dp)
     if model_stage.stage is Stage.GENERATION:

@@ -107,6 +107,14 @@ def head_forward(place: Place, tokens: ArrayLike, tp: ArrayLike) -> Floats:
     if place.shape.head == "value":
         return np.zeros_like(m)
     columns = np.ceil(place.shape.vocab_size / ranks)
-    weight = place.calibration.correction
-    product = gemm_s(place.gpu, m, columns, place.shape.hidden_size, weight=weight) * place.calibration.gemm
+    product = gemm_s(
+        place.gpu,
+        m,
+        columns,
+        place.shape.hidden_size,
+        element_bytes=max(place.precision.weight_bytes, 2),  # engines with 8-bit weights keep a 16-bit head
+        speed=min(place.precision.speed, 1),
+        weight=place.calibration.correction,
+    )
+    product = product * place.calibration.gemm
     return np.asarray(product + elementwise_s(place.gpu, 10 * m * columns, 2) * place.calibration.elementwise)

@@ -97,6 +97,12 @@ def test_head_makes_the_last_stage_the_slowest() -> None:
     assert actor.terms["bubble"] > 2 * critic.terms["bubble"]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_single_precision_takes_about_twice_as_long(stage: ModelStage) -> None:
+    wide = replace(WORKLOAD, dtype="float32")
+    assert 1.3 < latency(stage, 1, 1, 8, wide) / latency(stage, 1, 1, 8) < 2.2
+
+
 def test_full_recompute_costs_a_forward_pass() -> None:
     none = latency(ModelStage.CRITIC_TRAINING, 1, 1, 8, WORKLOAD.with_options(recompute=Recompute.NONE))
     full = latency(ModelStage.CRITIC_TRAINING, 1, 1, 8, WORKLOAD.with_options(recompute=Recompute.FULL))

@@ -54,6 +54,12 @@ def test_known_kinds_have_plausible_numbers(kind: str) -> None:
     assert gpu.host_link in builtin_links()
 
 
+def test_laptop_cores_serve_as_logical_gpus() -> None:
+    cluster = ClusterProfile.parse("1x4xCPU")
+    assert cluster.num_gpus == 4
+    assert cluster.pool("CPU").gpu.peak_flops < 1e12
+
+
 def test_every_measured_kind_is_nameable() -> None:
     assert all(gpu.name == name for name, gpu in builtin_gpus().items())
 
