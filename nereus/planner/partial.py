@@ -46,14 +46,12 @@ class Case:
         self.problem = problem
         self.pieces = pieces
         self._tables: dict[tuple[frozenset[int], int, int], Floats] = {}
-        self._stairs: dict[tuple[int, int], Staircase] = {}
         self._root: PartialPlans | None = None
 
     def replace_pieces(self, pieces: tuple[Piece, ...]) -> None:
         """Go on with fewer candidates; the bounds are made anew when asked for."""
         self.pieces = pieces
         self._tables.clear()
-        self._stairs.clear()
         self._root = None
 
     def root(self) -> PartialPlans:
@@ -106,14 +104,9 @@ class Case:
         key = (there, stage, pool)
         if key not in self._tables:
             num_gpus = self.problem.pools[pool].num_gpus
-            parts = [self._staircase(index, stage) for index in sorted(there)]
+            parts = [self.pieces[index].staircase(stage) for index in sorted(there)]
             self._tables[key] = Staircase.together(parts).table(num_gpus) if parts else np.zeros(num_gpus + 1)
         return self._tables[key]
-
-    def _staircase(self, index: int, stage: int) -> Staircase:
-        if (index, stage) not in self._stairs:
-            self._stairs[index, stage] = self.pieces[index].staircase(stage)
-        return self._stairs[index, stage]
 
     def bound(self, plans: PartialPlans) -> Floats:
         """Lower bound of the step, by partial plan; exact when no piece remains."""

@@ -11,7 +11,7 @@ the best plan.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -40,6 +40,8 @@ class Piece:
     transient_bytes: Floats
     latency_s: dict[int, Floats]
     extra_s: Floats
+    stairs: dict[int, Staircase] = field(default_factory=dict)
+    """Staircases made so far, by stage: cases share pieces, and so these."""
 
     def __len__(self) -> int:
         return len(self.gpus)
@@ -54,6 +56,7 @@ class Piece:
             transient_bytes=self.transient_bytes[keep],
             latency_s={stage: latency[keep] for stage, latency in self.latency_s.items()},
             extra_s=self.extra_s[keep],
+            stairs={},
         )
 
     def columns(self) -> list[Floats]:
@@ -68,11 +71,13 @@ class Piece:
 
     def staircase(self, stage: int) -> Staircase:
         """What a budget of GPUs buys from this piece alone in a stage."""
-        latency = self.latency_s.get(stage)
-        if latency is None:  # it only takes up room there
-            fewest = self.gpus.min(initial=np.iinfo(np.int64).max)
-            return Staircase(np.array([fewest]), np.zeros(1))
-        return Staircase.of(self.gpus, latency)
+        if stage not in self.stairs:
+            latency = self.latency_s.get(stage)
+            if latency is None:  # it only takes up room there
+                self.stairs[stage] = Staircase(self.gpus.min(keepdims=True), np.zeros(1))
+            else:
+                self.stairs[stage] = Staircase.of(self.gpus, latency)
+        return self.stairs[stage]
 
 
 def cases(problem: Problem) -> Iterator[tuple[Piece, ...]]:

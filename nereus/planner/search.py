@@ -21,7 +21,7 @@ from nereus.planner.partial import Case
 from nereus.planner.pieces import Piece, cases
 from nereus.planner.problem import Ints, Problem
 
-_DIVE_WIDTHS = (24, 192)
+_FIRST_DIVE, _SECOND_DIVE = 24, 192  # partial plans that a dive keeps
 _THIN = 96  # candidates of a piece that the first dive looks at
 _CROWD = 512  # partial plans beyond which dominance between them pays
 
@@ -137,15 +137,14 @@ def solve(problem: Problem, *, upper_s: float = np.inf) -> Selection | None:
     todo = [Case(problem, pieces) for pieces in cases(problem)]
     bounds = [_root_bound(case) for case in todo]
     order = np.argsort(bounds, kind="stable")
-    for width in _DIVE_WIDTHS[:1]:
-        for at in order:
-            if bounds[at] < search.upper_s:
-                search.run(search.thin(todo[at]), width)
+    for at in order:  # any plan at all, from the case that promises most
+        if search.picks is None and bounds[at] < search.upper_s:
+            search.run(search.thin(todo[at]), _FIRST_DIVE)
     for at in order:
         case = todo[at]
         if bounds[at] >= search.upper_s or not search.fix(case):
             continue
-        search.run(search.thin(case), _DIVE_WIDTHS[1])
+        search.run(search.thin(case), _SECOND_DIVE)
         if not search.fix(case):
             continue
         case.replace_pieces(tuple(piece.take(non_dominated(piece.columns())) for piece in case.pieces))
