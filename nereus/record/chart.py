@@ -69,7 +69,7 @@ def number(value: float, digits: int = 4) -> str:
     for size, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= size:
             return f"{value / unit:.{digits}g}{suffix}"
-    return f"{value:.{digits}g}"
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def ticks(low: float, high: float, *, count: int = 4, whole: bool = False) -> list[float]:

@@ -98,3 +98,7 @@ def test_ticks_are_few_and_inside(low: float, share: float) -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_a_number_with_more_digits_than_asked_is_written_out() -> None:
+    assert number(1893.4, 3) == "1893"
