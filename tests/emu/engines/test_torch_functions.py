@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nereus.emu.decoder import Rope
 from nereus.emu.engines.torch import token_logprobs as fused
@@ -129,6 +131,42 @@ def test_token_logprobs_equal_a_softmax_of_all_logits(
         return torch.stack([logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)])
 
     assert_same(ours, composed, noise(10, 8), noise(50, 8, seed=1))
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return made
+
+
+def test_logits_of_many_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "KEEP_BYTES", 0)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * 50 * 10)  # ten tokens at a time
+    x, weight = noise(200, 8).requires_grad_(), noise(50, 8, seed=1).requires_grad_()
+    with Largest() as largest:
+        logprobs, entropy = fused.token_logprobs(
+            x,
+            weight,
+            torch.zeros(200, dtype=torch.long),
+            vocab_start=0,
+            temperature=1.0,
+            entropy=True,
+            group=None,
+        )
+        assert entropy is not None
+        torch.autograd.backward(logprobs.sum() + entropy.sum())
+    assert largest.num_elements == 200 * 8  # the hidden states; all logits would be 200 * 50
 
 
 def test_token_logprobs_survive_logits_that_differ_by_thousands() -> None:
