@@ -71,9 +71,9 @@ def run(
 def _campaign(config: CampaignConfig, progress: Progress, *, resume: bool) -> Path:
     """Run the flow and return the folder of the final model. Imports torch, Ray and Prefect."""
     progress.on_message(f"{config.name}: {config.steps} steps in {config.run_folder}")
-    from nereus.tasks.prepare import plan_stages
+    from nereus.tasks.stages import read_models, stages_under
 
-    plan_stages(config)  # a wrong model or layout is told before a server is started
+    stages_under(config, config.plan, read_models(config))  # tell a wrong model before a server starts
     progress.on_message(f"connecting to {prepare_environment(config.run_folder)}")
     from nereus.flows.campaign import campaign
 

@@ -17,7 +17,7 @@ from nereus.config.algorithm import (
 from nereus.config.campaign import CampaignConfig, CheckpointConfig, Tracking
 from nereus.config.environment import environment_folder
 from nereus.config.models import ModelsConfig, Precision
-from nereus.config.plan import ClusterConfig, PlanConfig, StagePlan
+from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig, StagePlan
 from nereus.config.prompts import FileData, LongPrompts, PromptsConfig, PythonData, ReasoningGymData
 from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
@@ -36,6 +36,7 @@ __all__ = [
     "ModelReward",
     "ModelsConfig",
     "OptimizerConfig",
+    "PlanChange",
     "PlanConfig",
     "PpoConfig",
     "Precision",

@@ -12,7 +12,7 @@ from nereus.config.algorithm import GrpoConfig, PpoConfig, RemaxConfig
 from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.models import ModelsConfig
 from nereus.config.paths import OutputPath
-from nereus.config.plan import ClusterConfig, PlanConfig
+from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig
 from nereus.config.prompts import PromptsConfig
 from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
@@ -62,7 +62,9 @@ class CampaignConfig(Frozen):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     plan: PlanConfig = PlanConfig()
-    """The parallelism."""
+    """The parallelism, from the first step on."""
+    changes: tuple[PlanChange, ...] = ()
+    """Changes of it that are known beforehand; the job moves in place between two steps."""
     cluster: ClusterConfig = ClusterConfig()
     """The Ray cluster."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -88,6 +90,14 @@ class CampaignConfig(Frozen):
             stages.append("reward.inference")
         return tuple(stages)
 
+    def plan_at(self, step: int) -> PlanConfig:
+        """The plan in force in a step."""
+        plan = self.plan
+        for change in self.changes:
+            if change.before_step <= step:
+                plan = change.plan
+        return plan
+
     @property
     def rows(self) -> int:
         """Rows a step learns from."""
@@ -95,15 +105,22 @@ class CampaignConfig(Frozen):
 
     @model_validator(mode="after")
     def _fits_the_cluster(self) -> CampaignConfig:
+        steps = [change.before_step for change in self.changes]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"changes come before steps {steps}; give them in rising order, one a step")
+        for whole in (self.plan, *(change.plan for change in self.changes)):
+            self._check_gpus(whole)
+        return self
+
+    def _check_gpus(self, whole: PlanConfig) -> None:
         for name in self.model_stages:
-            plan = self.plan.stage(name)
+            plan = whole.stage(name)
             if outside := [gpu for gpu in plan.gpu_ids if not 0 <= gpu < self.cluster.gpus]:
                 raise ValueError(
                     f"{name} ({plan.text}) uses GPUs {outside}, but the cluster has GPUs "
                     f"0..{self.cluster.gpus - 1}; raise cluster.gpus to at least {max(outside) + 1} "
                     "or make the plan smaller"
                 )
-        return self
 
     @model_validator(mode="after")
     def _batch(self) -> CampaignConfig:

@@ -81,6 +81,15 @@ class PlanConfig(Frozen):
         return chosen or self.actor_training
 
 
+class PlanChange(Frozen):
+    """A change of the parallelism that is known beforehand: a reservation that ends, GPUs that arrive."""
+
+    before_step: int = Field(ge=1)
+    """The step before which the job moves to the new plan."""
+    plan: PlanConfig
+    """The plan from then on."""
+
+
 class ClusterConfig(Frozen):
     """The Ray cluster and its GPUs."""
 

@@ -18,9 +18,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from nereus.emu.coordinator import Coordinator
+from nereus.emu.decision import StoreRecord
 from nereus.emu.layout import Rank
 from nereus.emu.signals import kept_handler
-from nereus.emu.store import Store, StoreAddress
+from nereus.emu.store import Store
 from nereus.emu.worker import Worker
 from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, explain
 
@@ -54,7 +56,8 @@ class Cluster:
         self._lock = threading.Lock()
         self._busy_s: dict[str, float] = {}
         self.stop = stop
-        self.generation = -1
+        self.coordinator = Coordinator(StoreRecord(store.client))
+        self._epoch = 0
 
     @classmethod
     def start(
@@ -95,15 +98,14 @@ class Cluster:
         """The live workers."""
         return tuple(sorted(self._actors))
 
-    @property
-    def store_address(self) -> StoreAddress:
-        """Where the driver's store listens."""
-        return self._store.address
+    def next_epoch(self) -> int:
+        """A number that was never used: generations and transitions are counted together."""
+        self._epoch += 1
+        return self._epoch
 
     def join(self) -> None:
         """Put all live workers into a new generation of the world."""
-        self.generation += 1
-        call = Call("join", (self._store.address, self.generation, self.ranks, self._timeout_s))
+        call = Call("join", (self._store.address, self.next_epoch(), self.ranks, self._timeout_s))
         self.run(dict.fromkeys(self.ranks, call), what="join the world")
 
     def submit(self, calls: Mapping[Rank, Call]) -> dict[Any, Rank]:

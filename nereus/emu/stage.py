@@ -41,7 +41,14 @@ class FromStage:
     stage: str
 
 
-Origin = FromFolder | FromCheckpoint | FromStage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromMemory:
+    """The shard that a committed transition left in the worker; `step_count` is Adam's."""
+
+    step_count: int
+
+
+Origin = FromFolder | FromCheckpoint | FromStage | FromMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

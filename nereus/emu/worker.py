@@ -18,22 +18,25 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import ShardState
+from nereus.emu.arena import TORCH_DTYPE, ShardState
+from nereus.emu.ballot import Vote
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.checkpoint.part import Part, write_part
 from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
+from nereus.emu.decision import Decision
 from nereus.emu.decoder import decoder_spec
 from nereus.emu.engines.torch.engine import TorchEngine
 from nereus.emu.engines.torch.generate import TorchGenerator
-from nereus.emu.executor import sync
+from nereus.emu.executor import Executor, sync
 from nereus.emu.groups import Generation, backend_for
 from nereus.emu.hf_folder import HFSource
-from nereus.emu.layout import Layout, Rank
+from nereus.emu.layout import Layout, Rank, shard
 from nereus.emu.loss import Loss
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.source import fill
-from nereus.emu.stage import FromCheckpoint, FromFolder, StageSpec
+from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
+from nereus.emu.transaction import Lost, Order, Participant
 from nereus.emu.transport.collective import CollectiveTransport
 
 
@@ -48,7 +51,7 @@ class Worker:
         self._engines: dict[str, TorchEngine] = {}
         self._generators: dict[str, TorchGenerator] = {}
         self._specs: dict[str, StageSpec] = {}
-        self._transport: CollectiveTransport | None = None
+        self._participant: Participant | None = None
         self._syncs: dict[str, RankPlan] = {}
 
     def call(self, method: str, *arguments: object) -> tuple[object, float]:
@@ -64,6 +67,7 @@ class Worker:
     def join(self, address: StoreAddress, number: int, workers: Sequence[Rank], timeout_s: float) -> None:
         """Enter a generation of the world; collective over `workers`."""
         if self._generation is not None:
+            self.participant.executor.transport.close(self._generation.number)
             self._generation.leave()
         self._generation = Generation.join(
             address,
@@ -74,10 +78,12 @@ class Worker:
             device=self.device,
             timeout_s=timeout_s,
         )
-        if self._transport is None:
-            self._transport = CollectiveTransport.connect(
+        if self._participant is None:
+            transport = CollectiveTransport.connect(
                 address, worker=self.rank, device=self.device, timeout_s=timeout_s
             )
+            executor = Executor(transport, self.device)
+            self._participant = Participant(worker=self.rank, executor=executor, allocate=self._allocate)
 
     def build(self, spec: StageSpec) -> int:
         """Make and fill this worker's shard of a model-stage; returns the bytes of its state, 0 without one.
@@ -86,6 +92,8 @@ class Worker:
         """
         assert self._generation is not None, "a worker joins a generation before it builds"
         groups = self._generation.unit_groups(spec.units, model=decoder_spec(spec.model))
+        for held in (self._specs, self._engines, self._generators):
+            held.pop(spec.name, None)
         if groups is None:
             return 0
         self._specs[spec.name] = spec
@@ -101,9 +109,11 @@ class Worker:
             optimizer=spec.optimizer,
             device=self.device,
             recompute=spec.recompute,
+            state=self.participant.live.get(spec.name) if isinstance(spec.origin, FromMemory) else None,
         )
-        self._engines[spec.name] = engine
         self._fill(spec, engine)
+        self._engines[spec.name] = engine
+        self.participant.live[spec.name] = engine.state
         return engine.state.num_bytes
 
     def _fill(self, spec: StageSpec, engine: TorchEngine) -> None:
@@ -115,6 +125,8 @@ class Worker:
             case FromCheckpoint(folder=folder, step_count=step_count):
                 stored = CheckpointSource(folder)
                 fill(state, stored, kinds_to_fill(state.arenas, stored))
+                engine.step_count = step_count
+            case FromMemory(step_count=step_count):
                 engine.step_count = step_count
 
     def generate(self, stage: str, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts | None:
@@ -156,16 +168,37 @@ class Worker:
         The channel stays open for as long as the generation lives, so a sync connects only once.
         """
         assert self._generation is not None, "a worker joins a generation before it moves weights"
-        assert self._transport is not None, "a worker that joined has a transport"
         old, new = self._engines.get(source), self._generators.get(destination)
         return sync(
             self._syncs[source],
             None if old is None else old.state,
             None if new is None else new.state,
-            self._transport,
+            self.participant.executor.transport,
             epoch=self._generation.number,
             deadline_s=deadline_s,
         )
+
+    def prepare_transition(self, epoch: int, orders: Sequence[Order], deadline_s: float) -> Vote:
+        """Build the new shards beside the old ones and vote; collective over the workers of each plan."""
+        return self.participant.prepare(epoch, orders, deadline_s=deadline_s)
+
+    def apply_decision(self, decision: Decision) -> tuple[Lost, ...]:
+        """Let the new shards count, or drop them. Engines still hold the old ones until they are built
+        anew.
+        """
+        return self.participant.apply(decision)
+
+    def _allocate(self, order: Order) -> ShardState:
+        unit = order.plan.new
+        assert unit is not None, "a worker allocates for a unit that it will be in"
+        kinds = {kind.name: TORCH_DTYPE[kind.dtype] for kind in unit.kinds}
+        return ShardState.empty(shard(order.model, unit.layout, self.rank), kinds, self.device)
+
+    @property
+    def participant(self) -> Participant:
+        """This worker's side of transitions."""
+        assert self._participant is not None, "a worker joins a generation before anything is moved"
+        return self._participant
 
     def write_checkpoint(self, stage: str, model: str, folder: Path) -> tuple[Part, int]:
         """Write the boxes that this rank owns of a model-stage; returns the part and Adam's step count."""
@@ -173,6 +206,10 @@ class Worker:
         layout = self._layout(stage)
         part = write_part(folder, model, decoder_spec(spec.model), layout, self.rank, engine.state)
         return part, engine.step_count
+
+    def step_count(self, stage: str) -> int:
+        """Optimizer steps that a model-stage has taken."""
+        return self._engines[stage].step_count
 
     def peak_memory_bytes(self) -> int:
         """Peak device memory, or peak resident memory of the process on a CPU."""

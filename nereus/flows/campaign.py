@@ -17,6 +17,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import CampaignConfig
 from nereus.flows.step import MAX_CONCURRENT, tracked_step
 from nereus.flows.tracking import level
+from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
 from nereus.tasks.checkpoint import export_model, save_checkpoint
 from nereus.tasks.job import Job, open_job
@@ -65,6 +66,7 @@ def run_steps(job: Job) -> None:
     config = job.config
     last_step_s: float | None = None
     while job.state.step < config.steps:
+        follow_plan(job)
         record = tracked_step(job, level(config.tracking, last_step_s))
         job.finish_step(record)
         last_step_s = record.step_s

@@ -8,16 +8,15 @@ A step changes the logical state at its end only: until then a crash or a stop l
 from __future__ import annotations
 
 import time
-from contextvars import ContextVar
 from dataclasses import replace
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
+from nereus.flows.current import current_job, subflow_of
 from nereus.flows.tracking import Calls, PlainCalls, TaskRuns
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
@@ -31,7 +30,6 @@ from nereus.tasks.rates import learning_rate
 from nereus.tasks.score import score_reference, score_rewards, score_values
 
 MAX_CONCURRENT = 8
-_job: ContextVar[Job] = ContextVar("job")
 
 
 def run_step(job: Job, calls: Calls) -> StepRecord:
@@ -96,7 +94,7 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
 )
 def step_flow(number: int) -> StepRecord:
     """Step `number` as a flow run of its own, with a task run for every stage."""
-    return run_step(_job.get(), TaskRuns())
+    return run_step(current_job(), TaskRuns())
 
 
 @task(name="step", task_run_name="step {number}", cache_policy=NO_CACHE)
@@ -107,18 +105,10 @@ def step_task(job: Job, number: int) -> StepRecord:
 
 
 def tracked_step(job: Job, level: Tracking) -> StepRecord:
-    """Run the next step and tell the server as much of it as `level` says.
-
-    A synchronous subflow ends by joining a heartbeat thread that sleeps for a second; the campaign has a
-    heartbeat of its own, so the step's is switched off.
-    """
+    """Run the next step and tell the server as much of it as `level` says."""
     if level == Tracking.step:
         return step_task(job, job.state.step)
     if level == Tracking.tasks:
         return run_step(job, TaskRuns())
-    token = _job.set(job)
-    try:
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            return step_flow(job.state.step)
-    finally:
-        _job.reset(token)
+    with subflow_of(job):
+        return step_flow(job.state.step)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from nereus.emu.checkpoint.commit import begin, commit
-from nereus.emu.checkpoint.control import Control, OptimizerRecord
 from nereus.emu.checkpoint.part import Part
 from nereus.emu.checkpoint.source import CheckpointSource
 from nereus.emu.cluster import Call
 from nereus.emu.decoder import decoder_spec
 from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.tensor import ModelSpec
+from nereus.tasks.control import control_record
 from nereus.tasks.job import Job
-from nereus.tasks.rates import learning_rate
 from nereus.tasks.resume import MODEL_OF_STAGE
 
 
@@ -31,7 +29,7 @@ def save_checkpoint(job: Job) -> Path:
     with job.stage("checkpoint"):
         folder = begin(job.checkpoints, job.state.step)
         parts: list[Part] = []
-        optimizers: dict[str, OptimizerRecord] = {}
+        steps: dict[str, int] = {}
         specs: dict[str, ModelSpec] = {}
         for stage, model in MODEL_OF_STAGE.items():
             if stage not in job.stages:
@@ -40,25 +38,11 @@ def save_checkpoint(job: Job) -> Path:
             calls = dict.fromkeys(unit.ranks, Call("write_checkpoint", (stage, model, folder)))
             written = job.cluster.run(calls, what="checkpoint")
             parts += [part for part, _ in written.values()]
-            adam_steps = written[unit.ranks[0]][1]
-            rate = learning_rate(job.config, model, max(0, job.state.step - 1))
-            optimizers[model] = OptimizerRecord(adam_steps=adam_steps, learning_rate=rate)
+            steps[stage] = written[unit.ranks[0]][1]
             specs[model] = decoder_spec(job.stages[stage].model)
-        control = _control(job, optimizers)
+        control = control_record(job, steps)
         job.checkpoint = commit(folder, specs, parts, control, keep_last=job.config.checkpoint.keep_last)
     return job.checkpoint
-
-
-def _control(job: Job, optimizers: Mapping[str, OptimizerRecord]) -> Control:
-    return Control(
-        step=job.state.step,
-        policy_version=job.state.policy_version,
-        epoch=job.state.cursor.epoch,
-        position=job.state.cursor.position,
-        seed=job.config.seed,
-        config_digest=job.prepared.digest,
-        optimizers=optimizers,
-    )
 
 
 @task(name="export model", cache_policy=NO_CACHE)

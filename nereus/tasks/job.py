@@ -30,6 +30,7 @@ from nereus.rewards.function import RewardFunction
 from nereus.rewards.process import reward_process
 from nereus.tasks.prepare import Prepared
 from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
+from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.weight_sync import plan_weight_sync
 
 SYNC_DEADLINE_S = 300.0  # far above any sync; a dead peer is noticed by its connection, much earlier
@@ -56,6 +57,8 @@ class Job:
     log: MetricsLog
     listener: Listener
     state: CampaignState
+    planned: Mapping[str, StageSpec]
+    """The model-stages as the plan in force names them; `stages` has the ranks that were chosen."""
     checkpoint: Path | None = None
     stage_s: dict[str, float] = field(default_factory=dict)
 
@@ -108,7 +111,8 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
     if control is not None:
         cursor = Cursor(epoch=control.epoch, position=control.position)
         state = CampaignState(step=control.step, policy_version=control.policy_version, cursor=cursor)
-    stages = {spec.name: with_origin(spec, checkpoint) for spec in prepared.stages}
+    planned = prepared.stages_at(state.step)
+    stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
     stop = threading.Event()
     listener = current_listener.get()
     with ExitStack() as stack:
@@ -131,6 +135,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             prepared=prepared,
             cluster=cluster,
             stages=stages,
+            planned=planned,
             weight_sync=sync,
             reward=reward,
             log=log,
@@ -147,7 +152,7 @@ def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank
     """
     for spec in stages.values():
         cluster.run(dict.fromkeys(cluster.ranks, Call("build", (spec,))), what=f"build {spec.name}")
-    training, generation = stages["actor.training"], stages["actor.generation"]
+    training, generation = stages[TRAINING], stages[GENERATION]
     if generation.shares is not None:
         return None
     plans = plan_weight_sync(training, generation)
@@ -159,7 +164,7 @@ def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank
 
 def sync_calls(ranks: Iterable[Rank]) -> dict[Rank, Call]:
     """One weight sync on all workers of its plan."""
-    call = Call("sync_weights", ("actor.training", "actor.generation", SYNC_DEADLINE_S))
+    call = Call("sync_weights", (TRAINING, GENERATION, SYNC_DEADLINE_S))
     return dict.fromkeys(ranks, call)
 
 

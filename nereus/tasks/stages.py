@@ -1,0 +1,110 @@
+"""The model-stages of a campaign under a plan: which model, which units, filled from where. Reads model
+folders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nereus.config import CampaignConfig, PlanConfig
+from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
+from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.hf_folder import HFSource
+from nereus.emu.layout import Layout
+from nereus.emu.stage import FromFolder, FromStage, Role, StageSpec
+from nereus.errors import ConfigError, InvalidLayout, explain
+
+TRAINING, GENERATION, CRITIC = "actor.training", "actor.generation", "critic.training"
+REFERENCE, REWARD = "reference.inference", "reward.inference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModel:
+    """The model of a model-stage, its role, and the folder of its first weights."""
+
+    role: Role
+    model: DecoderConfig
+    folder: Path
+
+
+def read_models(config: CampaignConfig) -> dict[str, StageModel]:
+    """The models by model-stage, training first; their tensors are checked by name and shape.
+
+    Raises ModelError for a folder that is not a model, ConfigError when vocabularies do not fit together.
+    """
+    models = config.models
+    actor = _read(models.actor, "training", config)
+    out = {TRAINING: actor, GENERATION: StageModel(role="generation", model=actor.model, folder=actor.folder)}
+    if CRITIC in config.model_stages:
+        out[CRITIC] = _read(models.critic or models.actor, "training", config, "value", config.seed)
+    if REFERENCE in config.model_stages:
+        out[REFERENCE] = _read(models.reference or models.actor, "inference", config)
+    if config.reward.kind == "model":
+        out[REWARD] = _read(config.reward.path, "inference", config, "value")
+    for name, stage in out.items():
+        if stage.model.vocab_size < actor.model.vocab_size:
+            raise ConfigError(
+                explain(
+                    f"cannot score responses with {name}",
+                    values=f"it has {stage.model.vocab_size} tokens, the actor {actor.model.vocab_size}",
+                    rule="all models read the actor's token ids",
+                    remedy="use models of one tokenizer family",
+                )
+            )
+    return out
+
+
+def _read(
+    folder: str, role: Role, config: CampaignConfig, head: Head = "lm", seed: int | None = None
+) -> StageModel:
+    source = HFSource(Path(folder), head=head, value_head_seed=seed)
+    model = source.config.with_dtype(config.models.precision.value)
+    return StageModel(role=role, model=model, folder=Path(folder))
+
+
+def stages_under(
+    config: CampaignConfig, plan: PlanConfig, models: dict[str, StageModel]
+) -> dict[str, StageSpec]:
+    """The model-stages under a plan, in the order in which they are built.
+
+    Generation shares the training units' weights where its units are theirs, else it is synced from them.
+    Raises ConfigError when a model cannot be cut as planned.
+    """
+    optimizer = config.optimizer
+    adam = AdamW(
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_gradient_norm=optimizer.max_gradient_norm,
+    )
+    units = {name: _units(plan, name, models[name].model) for name in models}
+    return {
+        name: StageSpec(
+            name=name,
+            role=stage.role,
+            model=stage.model,
+            units=units[name],
+            origin=FromStage(stage=TRAINING)
+            if name == GENERATION
+            else FromFolder(folder=stage.folder, seed=config.seed),
+            optimizer=adam if stage.role == "training" else None,
+            recompute=config.models.recompute,
+            shares=TRAINING if name == GENERATION and units[name] == units[TRAINING] else None,
+        )
+        for name, stage in models.items()
+    }
+
+
+def _units(plan: PlanConfig, name: str, model: DecoderConfig) -> tuple[Layout, ...]:
+    stage = plan.stage(name)
+    spec, size = decoder_spec(model), stage.tp * stage.pp
+    try:
+        return tuple(
+            Layout.make(
+                spec, tp=stage.tp, pp=stage.pp, ranks=stage.gpu_ids[at : at + size], layers=stage.layers
+            )
+            for at in range(0, stage.num_gpus, size)
+        )
+    except InvalidLayout as error:
+        raise ConfigError(f"plan.{name.replace('.', '_')}: {error}") from error

@@ -1,0 +1,151 @@
+"""A transition of the running job: from the model-stages as they are to those of another plan, in place.
+
+    plan (pure) ─▶ move and vote ─▶ one decision, applied ─▶ new generation, engines anew ─▶ publish
+
+Training and inference states move by reshard plans; generation has no state of its own to keep and is synced
+from training afterwards. Until the decision the old layout holds; an abort leaves the job as it was (I6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from nereus.emu.ballot import Vote
+from nereus.emu.cluster import Call
+from nereus.emu.decision import Decision
+from nereus.emu.decoder import decoder_spec
+from nereus.emu.kinds import Kinds, serving_kinds, training_kinds
+from nereus.emu.layout import Layout, Rank
+from nereus.emu.reshard import ReshardPlan, plan_reshard
+from nereus.emu.stage import FromMemory, StageSpec
+from nereus.emu.transaction import Order
+from nereus.emu.unit import Unit, UnitId
+from nereus.errors import WorkerLost
+from nereus.tasks.control import control_record
+from nereus.tasks.job import Job, build_stages
+from nereus.tasks.stages import GENERATION, TRAINING
+
+DEADLINE_S = 600.0  # of the whole exchange; a dead peer is noticed by its connection, much earlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """What changes: the reshard plan of every model-stage that moves, and all model-stages as they will
+    be.
+    """
+
+    plans: Mapping[str, ReshardPlan]
+    stages: Mapping[str, StageSpec]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that cross between workers, the weight sync that follows not counted."""
+        return sum(plan.bytes for plan in self.plans.values())
+
+    @property
+    def lower_bound(self) -> int:
+        """The least that any transfer to this placement can move."""
+        return sum(plan.lower_bound for plan in self.plans.values())
+
+    @property
+    def text(self) -> str:
+        """The new plan of every model-stage that moves, for people."""
+        moved = (f"{name} to {self.stages[name].text}" for name in self.plans)
+        return f"moving {', '.join(moved) or 'generation only'} ({self.bytes / 1e6:.1f} MB)"
+
+    def orders(self, rank: Rank) -> tuple[Order, ...]:
+        """The worker's part, in one order on all workers."""
+        return tuple(
+            Order(source=name, target=name, model=plan.model, plan=plan.rank_plan(rank))
+            for name, plan in self.plans.items()
+            if rank in plan.ranks
+        )
+
+
+def plan_transition(now: Mapping[str, StageSpec], then: Mapping[str, StageSpec]) -> Transition:
+    """Plan the change. Ranks of new units are permuted among themselves where that moves fewer bytes.
+
+    Raises NoSource or InvalidOperation when the state cannot be moved; nothing has happened then.
+    """
+    plans: dict[str, ReshardPlan] = {}
+    stages: dict[str, StageSpec] = {}
+    for name, spec in then.items():
+        if name == GENERATION or spec.units == now[name].units:
+            stages[name] = spec
+            continue
+        kinds = (training_kinds if spec.role == "training" else serving_kinds)(spec.model.dtype)
+        plan = plan_reshard(decoder_spec(spec.model), _units(now[name], kinds), _units(spec, kinds))
+        plans[name] = plan
+        stages[name] = replace(spec, units=tuple(unit.layout for unit in plan.new))
+    generation = stages[GENERATION]
+    if generation.shares is not None:
+        stages[GENERATION] = replace(generation, units=stages[TRAINING].units)
+    return Transition(plans=plans, stages=stages)
+
+
+def _units(spec: StageSpec, kinds: Kinds) -> tuple[Unit, ...]:
+    def unit(index: int, layout: Layout) -> Unit:
+        return Unit(id=UnitId(spec.name, index), model=spec.name, layout=layout, kinds=kinds)
+
+    return tuple(unit(index, layout) for index, layout in enumerate(spec.units))
+
+
+@task(name="move and vote", cache_policy=NO_CACHE)
+def move_and_vote(job: Job, transition: Transition, epoch: int) -> dict[Rank, Vote]:
+    """Build the new shards beside the old ones on every worker that has a part; returns their votes.
+
+    A worker that died has no vote, which counts as a no.
+    """
+    with job.stage("move and vote"):
+        orders = {rank: transition.orders(rank) for rank in job.cluster.ranks}
+        calls = {
+            rank: Call("prepare_transition", (epoch, mine, DEADLINE_S))
+            for rank, mine in orders.items()
+            if mine
+        }
+        try:
+            return job.cluster.run(calls, what="move and vote")
+        except WorkerLost:
+            return {}
+
+
+@task(name="decide and apply", cache_policy=NO_CACHE)
+def decide_and_apply(job: Job, transition: Transition, epoch: int, votes: Mapping[Rank, Vote]) -> Decision:
+    """Write the one decision and let every worker act on it."""
+    workers = [rank for rank in job.cluster.ranks if transition.orders(rank)]
+    control = control_record(job, adam_steps(job))
+    decision = job.cluster.coordinator.decide(epoch, workers, votes, control.to_json())
+    job.cluster.run(dict.fromkeys(workers, Call("apply_decision", (decision,))), what="decide and apply")
+    return decision
+
+
+@task(name="rebuild", cache_policy=NO_CACHE)
+def rebuild(job: Job, transition: Transition) -> None:
+    """A new generation of the world, engines around the moved shards, and a weight sync.
+
+    The job then is under the new plan.
+    """
+    with job.stage("rebuild"):
+        counts = adam_steps(job)
+        stages = {
+            name: spec
+            if name == GENERATION
+            else replace(spec, origin=FromMemory(step_count=counts.get(name, 0)))
+            for name, spec in transition.stages.items()
+        }
+        job.cluster.join()
+        job.weight_sync = build_stages(job.cluster, stages)
+        job.stages = stages
+
+
+def adam_steps(job: Job) -> dict[str, int]:
+    """Optimizer steps taken so far by every model-stage that is trained."""
+    calls = {spec.name: spec.ranks[0] for spec in job.stages.values() if spec.role == "training"}
+    return {
+        name: job.cluster.run({rank: Call("step_count", (name,))}, what="read counters")[rank]
+        for name, rank in calls.items()
+    }
