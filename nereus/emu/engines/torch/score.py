@@ -80,6 +80,7 @@ class Pipe:
         self._pending: list[tuple[dist.Work, Tensor]] = []  # the tensor lives until it was sent
 
     def receive(self, num_tokens: int, stage: Stage) -> Tensor | None:
+        """Hidden states [n, h] of the stage before; None on the first stage."""
         if self._group is None or self._stage == 0:
             return None
         x_nh = torch.empty(
@@ -89,12 +90,14 @@ class Pipe:
         return x_nh
 
     def send(self, x_nh: Tensor) -> None:
+        """Hand hidden states to the stage after; returns while they are on their way."""
         self._wait(keep=1)  # one micro-batch in flight overlaps with the next one's computation
         work = dist.isend(x_nh, group=self._group, group_dst=self._stage + 1)
         assert work is not None, "a member of the group always gets a handle"
         self._pending.append((work, x_nh))
 
     def finish(self) -> None:
+        """Wait until everything was received."""
         self._wait(keep=0)
 
     def _wait(self, keep: int) -> None:
