@@ -43,11 +43,11 @@ COMMANDS = (
         target="nereus.cli.plan:plan",
         line="Find the best parallelism for a job, and say why.",
         examples=(
-            "nereus plan --model meta-llama/Llama-3.1-8B --cluster 4x8xH200 --response-len 1k,2k,4k --batch 512",
+            "nereus plan --model meta-llama/Llama-3.1-8B --cluster 4x8xH200 --response-len 1k,2k,4k",
             "nereus plan --model Qwen/Qwen3-32B --cluster 8x8xH100 --algo grpo --reward none --space general",
-            "nereus plan --model ./my-model --cluster 2x8xH100+4x8xA100-80 --fix critic.gpu=A100-80 --explain",
+            "nereus plan --model ./llama --cluster 2x8xH100+4x8xA100-80 --fix critic.gpu=A100-80 --explain",
             "nereus plan --model llama-3.1-8b --cluster 2x8xH100 --compare tp=4,pp=1 --compare actor.tp=2",
-            "nereus plan --model llama-3.1-8b --cluster 2x8xH100 --sweep response-len=1k..32k --plot sweep.png",
+            "nereus plan --model llama-3.1-8b --cluster 2x8xH100 --sweep response-len=1k..32k",
         ),
     ),
     Command(

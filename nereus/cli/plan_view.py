@@ -14,10 +14,10 @@ from nereus.planner.occupancy import Occupancy, occupancy
 from nereus.planner.plan import Assignment, Plan
 from nereus.planner.request import Option, PlanRequest
 from nereus.planner.sweep import Sweep
-from nereus.planner.workload import ModelStage, Stage
+from nereus.planner.workload import ModelStage, Recompute, Stage
 
 GB = 1e9
-_BAR = 32
+_BAR = 24
 
 
 def plan_view(request: PlanRequest, plan: Plan, others: Sequence[Plan], rejected: Sequence[Family]) -> Group:
@@ -108,15 +108,12 @@ def _heading(request: PlanRequest, plan: Plan) -> Text:
 
 
 def _assignments(plan: Plan) -> Table:
-    table = _table(
-        "model-stage", "tp", "pp", "dp", "GPUs", "ranks", "options", "time", "weights", title="Plan"
-    )
+    table = _table("model-stage", "tp", "pp", "dp", "GPUs", "options", "time", "weights", title="Plan")
     for item in plan.assignments:
         table.add_row(
             str(item.model_stage),
             *(str(size) for size in (item.tp, item.pp, item.dp)),
             f"{item.num_gpus} {item.gpu_kind}",
-            _ranks(item.ranks),
             _option(item.option),
             f"{item.cost.latency_s:.4g} s",
             "training's" if item.shares_weights else _publication(item),
@@ -125,7 +122,7 @@ def _assignments(plan: Plan) -> Table:
 
 
 def _publication(item: Assignment) -> str:
-    return f"own, published in {item.publish_s:.2g} s" if item.publish_s else "own"
+    return f"publish {item.publish_s:.2g} s" if item.publish_s else "own"
 
 
 def _times(plan: Plan) -> Table:
@@ -217,8 +214,8 @@ def _option(option: Option) -> str:
     words = []
     if option.micro_batch is not None:
         words.append(f"micro-batch {option.micro_batch}")
-    if option.recompute is not None:
-        words.append(f"recompute {option.recompute}")
+    if option.recompute not in (None, Recompute.NONE):
+        words.append("recompute" if option.recompute is Recompute.FULL else f"recompute {option.recompute}")
     if option.max_resident is not None:
         words.append(f"{option.max_resident} at once")
     return ", ".join(words) or "all at once"

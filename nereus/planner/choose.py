@@ -18,6 +18,7 @@ from nereus.planner.problem import NUM_STAGES, Evaluation, Problem, evaluate
 from nereus.planner.ranks import Block, PoolSize, place
 from nereus.planner.request import Arrangement, PlanRequest
 from nereus.planner.search import Selection, solve
+from nereus.planner.tidy import tidy
 from nereus.planner.workload import ModelStage, Stage
 
 _STAGES = tuple(Stage)
@@ -73,7 +74,7 @@ def best_of(priced: Priced, *, shorter_than_s: float = float("inf")) -> Plan | N
         num_partial_plans=found.stats.num_partial_plans,
         search_s=time.perf_counter() - start,
     )
-    return plan_of(priced, problem, found.picks, arrangement=arrangement, proof=proof)
+    return plan_of(priced, problem, tidy(problem, found.picks), arrangement=arrangement, proof=proof)
 
 
 def plan_of(

@@ -12,6 +12,7 @@ from random_problems import random_problem
 from nereus.planner.oracle import SolverName, ask
 from nereus.planner.problem import Problem, evaluate
 from nereus.planner.search import Selection, solve
+from nereus.planner.tidy import tidy
 
 # The solvers' own feasibility tolerances are 1e-6 of a row's scale; latencies are whole microseconds.
 TOLERANCE_S = 1e-5
@@ -82,6 +83,25 @@ def test_equal_to_enumeration_on_tiny_problems(seed: int) -> None:
     else:
         assert found.step_s == pytest.approx(best, rel=1e-12)
         check_choice(tiny, found)
+
+
+def test_tidy_keeps_the_step_and_never_adds_bytes() -> None:
+    improved = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        found = solve(problem)
+        if found is None:
+            continue
+        picks = tidy(problem, found.picks)
+        value = evaluate(problem, dict(enumerate(picks)))
+        assert value.feasible
+        assert value.step_s <= found.step_s * (1 + 1e-12)
+        for seat, old, new in zip(problem.seats, found.picks, picks, strict=True):
+            sizes = seat.persistent_bytes + seat.transient_bytes
+            assert sizes[new] <= sizes[old]
+            improved += sizes[new] < sizes[old]
+        assert tidy(problem, picks) == picks
+    assert improved > 10
 
 
 def test_upper_limit_excludes_plans_that_are_not_shorter() -> None:
