@@ -91,7 +91,7 @@ def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeou
     try:
         store.compare_set(f"{place}/{me}", "", "here")
         store.wait([f"{place}/{worker}" for worker in everyone], timedelta(seconds=max(0.001, timeout_s)))
-        words = store.multi_get([f"{place}/{worker}" for worker in everyone])
+        declined = decliners(store, place, everyone)
     except (DistStoreError, DistNetworkError) as error:
         absent = absentees(store, place, everyone)
         raise TransportError(
@@ -102,7 +102,7 @@ def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeou
                 remedy="make a new generation without the absent workers",
             )
         ) from error
-    if declined := {w: word.decode() for w, word in zip(everyone, words, strict=True) if word != b"here"}:
+    if declined:
         raise TransportError(
             explain(
                 f"worker {me} waited at {place} for {list(everyone)}",
@@ -125,6 +125,21 @@ def decline(store: Client, place: str, *, worker: Rank, reason: str) -> None:
         raise TransportError(
             explain(f"cannot decline for worker {worker} at {place}", values=str(error).splitlines()[0])
         ) from error
+
+
+def decliners(store: Client, place: str, workers: Iterable[Rank]) -> dict[Rank, str]:
+    """Those who declined to come to `place`, with their reasons; all of them have come or declined.
+
+    Raises TransportError when the store does not answer.
+    """
+    everyone = tuple(workers)
+    try:
+        words = store.multi_get([f"{place}/{worker}" for worker in everyone])
+    except (DistStoreError, DistNetworkError) as error:
+        raise TransportError(
+            explain(f"cannot learn who declined to come to {place}", values=str(error).splitlines()[0])
+        ) from error
+    return {w: word.decode() for w, word in zip(everyone, words, strict=True) if word != b"here"}
 
 
 def absentees(store: Client, place: str, workers: Iterable[Rank]) -> list[Rank]:

@@ -16,7 +16,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "nereus.emu.groups", "numpy"])
+# Imported once, before any thread starts; what is missing here is imported by each worker again.
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "nereus.emu.groups",
+        "nereus.emu.reshard",
+        "tests.emu.states",
+        "tests.emu.faults",
+    ]
+)
 
 
 class Died(Exception):

@@ -91,7 +91,15 @@ class World:
         self.store.close()
 
     def run(self, scenario: Scenario) -> Decision:
-        """Run it and check every survivor; dead workers are replaced."""
+        """Run it and check every survivor; dead workers are replaced, all of them after a failure."""
+        try:
+            return self._run(scenario)
+        except BaseException:
+            for rank in RANKS:
+                self.workers.start(rank)
+            raise
+
+    def _run(self, scenario: Scenario) -> Decision:
         self.epoch += 1
         plan = CASES[scenario.case]
         address, folder = self.store.address, None

@@ -7,10 +7,12 @@ connects eagerly: lazy connection to a dead peer blocks 25 s whatever the timeou
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as Client
 
 from nereus.emu.layout import Rank
-from nereus.emu.store import StoreAddress, connect, decline, meet
+from nereus.emu.store import StoreAddress, connect, decline, decliners, meet
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
     Channel,
@@ -35,6 +37,8 @@ from nereus.errors import TransportError, explain
 
 Key = tuple[int, str]  # epoch, digest
 POLL_S = 0.0005
+CONNECT_POLL_S = 0.05
+PLACE = "open"
 CPU = torch.device("cpu")
 
 
@@ -76,21 +80,26 @@ class CollectiveTransport:
     def _connect(
         self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline
     ) -> _CollectiveChannel:
-        store = PrefixStore(_prefix(epoch, digest), self.store)
-        meet(store, "open", me=self.worker, workers=ranks, timeout_s=deadline.left_s)
+        prefix = _prefix(epoch, digest)
+        store = PrefixStore(prefix, self.store)
+        meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s)
         left = timedelta(seconds=max(0.001, deadline.left_s))
-        try:
-            group = _communicator(store, ranks.index(self.worker), len(ranks), left, self.device)
-        except RuntimeError as error:  # includes the store's errors
+        # The attempt may be left behind in a call, so it has a connection to the store of its own.
+        own = PrefixStore(prefix, self.store.clone())  # type: ignore[attr-defined]  # missing in the stubs
+        attempt = _Attempt(
+            partial(_communicator, own, ranks.index(self.worker), len(ranks), left, self.device)
+        )
+        why = attempt.wait(deadline, lambda: decliners(store, PLACE, ranks))
+        if why:
             raise TransportError(
                 explain(
                     f"worker {self.worker} could not connect to {list(ranks)} for epoch {epoch}",
-                    values=str(error).splitlines()[0],
+                    values=why,
                     rule=f"all must be connected within {deadline.allowed_s:.3g} s",
                     remedy="abort the epoch and continue without the workers that died",
                 )
-            ) from error
-        return _CollectiveChannel(group=group, ranks=ranks, worker=self.worker, device=self.device)
+            )
+        return _CollectiveChannel(group=attempt.result, ranks=ranks, worker=self.worker, device=self.device)
 
     def decline(self, *, epoch: int, digest: str, reason: str) -> None:
         """See Transport."""
@@ -103,9 +112,43 @@ class CollectiveTransport:
             self._spent.add(key)
 
 
+class _Attempt:
+    """A communicator being made on a thread of its own, which can be left behind.
+
+    gloo tries for 25 s to connect to a peer that died between the meeting and the connection, whatever the
+    timeout (measured); NCCL may wait likewise. A thread left behind ends by itself and drops what it made.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+        self._thread.start()
+
+    def _run(self, make: Callable[[], Any]) -> None:
+        try:
+            self.result = make()
+        except RuntimeError as error:  # includes the store's errors
+            self._problem = str(error).splitlines()[0]
+
+    def wait(self, deadline: Deadline, declined: Callable[[], dict[Rank, str]]) -> str:
+        """Return when it is made, failed, declined by a peer or late: why there is none, or nothing."""
+        pause_s = CONNECT_POLL_S
+        while self._thread.is_alive():
+            self._thread.join(pause_s)
+            pause_s = min(0.1, 2 * pause_s)
+            if not self._thread.is_alive():
+                break
+            if words := declined():
+                return ", ".join(f"worker {worker} declined: {why}" for worker, why in words.items())
+            if deadline.left_s == 0:
+                return "no connection at the deadline"
+        return self._problem
+
+
 def decline_for(store: Client, *, epoch: int, digest: str, worker: Rank, reason: str) -> None:
     """The driver's word for a worker that has died: those who wait to connect to it stop waiting."""
-    decline(PrefixStore(_prefix(epoch, digest), store), "open", worker=worker, reason=reason)
+    decline(PrefixStore(_prefix(epoch, digest), store), PLACE, worker=worker, reason=reason)
 
 
 def _prefix(epoch: int, digest: str) -> str:
