@@ -44,6 +44,10 @@ class CampaignResult:
 def campaign(config: CampaignConfig, resume: bool = False) -> CampaignResult:
     """Post-train the actor for `config.steps` steps.
 
+    Args:
+        config: The whole campaign: models, prompts, reward, algorithm, batch, parallelism, cluster.
+        resume: Continue from the run's newest checkpoint instead of starting anew.
+
     Raises ConfigError, ModelError, DataError or CheckpointError before any actor starts; StageFailed or
     WorkerLost from a step, whose effects are then in no checkpoint.
     """

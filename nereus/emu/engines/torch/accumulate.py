@@ -17,7 +17,6 @@ from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.batch import TrainBatch
 from nereus.emu.engines.torch.forward import Stage, scores_of, through_stage
 from nereus.emu.engines.torch.packing import pack
-from nereus.emu.engines.torch.pipeline import run_pipeline
 from nereus.emu.loss import Loss
 from nereus.emu.unit_groups import UnitGroups
 
@@ -48,6 +47,9 @@ def accumulate(
         return share
 
     if groups.pp is not None:
+        # torch's pipelining loads torch's compiler, half of a worker's start; one stage needs neither.
+        from nereus.emu.engines.torch.pipeline import run_pipeline
+
         run_pipeline(stage, groups, packed, loss_of)
         return sums
     for number, one in enumerate(packed):
