@@ -131,6 +131,15 @@ class DecoderConfig:
                     rule="only silu is supported",
                 )
             )
+        if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+            raise ModelError(
+                explain(
+                    "cannot read the model's config",
+                    values="some of its layers attend to a sliding window",
+                    rule="every layer must attend to all earlier tokens",
+                    remedy="use a checkpoint with full attention (use_sliding_window: false)",
+                )
+            )
         heads = int(config["num_attention_heads"])
         eos = config.get("eos_token_id")
         attention_bias = bool(config.get("attention_bias", False))
