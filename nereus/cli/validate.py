@@ -17,13 +17,18 @@ def validate(file: CampaignFile, overrides: Overrides = None) -> None:
     """
     config = load_campaign(file, overrides or ())
     console = Console()
-    with console.status("reading models and prompts"):
+    with console.status("reading models, prompts and reward"):
+        from nereus.rewards.process import reward_process
         from nereus.tasks.prepare import prepare_campaign  # loads torch
 
         prepared = prepare_campaign(config)
+        if config.reward.kind != "model":  # a reward model was read with the others
+            with reward_process(config.reward):
+                pass  # its process has loaded the function
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in prepared.summary():
         table.add_row(label, text)
+    table.add_row("reward", "model" if config.reward.kind == "model" else "the function loads")
     table.add_row("run folder", str(config.run_folder))
     console.print(table)
     console.print("[green]ok[/green]: this campaign can start")
