@@ -12,6 +12,7 @@ import typer
 from nereus.cli.plan_options import (
     Algo,
     AsJson,
+    AsYaml,
     Batch,
     CalibrationFile,
     Cluster,
@@ -31,6 +32,7 @@ from nereus.cli.plan_options import (
     RunnerUps,
     Samples,
     ScheduleName,
+    Share,
     SpaceName,
     SweepRange,
     TurnsName,
@@ -62,6 +64,7 @@ def plan(
     placement: PlacementName = "auto",
     turns: TurnsName = "never",
     space: SpaceName = "pow2",
+    share: Share = None,
     fix: FixedChoices = None,
     compare: Compare = None,
     sweep: SweepRange = None,
@@ -69,6 +72,7 @@ def plan(
     runner_ups: RunnerUps = 3,
     explain: Explain = False,
     as_json: AsJson = False,
+    as_yaml: AsYaml = False,
 ) -> None:
     """Find the fastest parallelism for a job, prove that none is faster, and show what it costs.
 
@@ -96,11 +100,15 @@ def plan(
         placement=placement,
         turns=turns,
         space=space,
+        share=(*(share or ()), *(("critic",) if as_yaml else ())),
         fix=tuple(fix or ()),
     )
     request = read_request(words)
     if sweep is not None:
         _show_sweep(request, sweep, plot, f"{model} · {algo} · {cluster}", as_json=as_json)
+        return
+    if as_yaml:
+        _print_campaign_plan(request)
         return
     columns = [(text, fixes_of(text)) for text in compare or ()]
     _show_plan(request, columns, num_others=runner_ups, explain=explain, as_json=as_json)
@@ -155,6 +163,19 @@ def _compared(request: PlanRequest, fixes: tuple[Fix, ...]) -> Plan | str:
     kept = tuple(fix for fix in request.fixed if all(fix.key != other.key for other in fixes))
     priced = Priced.of(replace(request, fixed=kept + fixes))
     return best_of(priced) or shortage(priced)
+
+
+def _print_campaign_plan(request: PlanRequest) -> None:
+    import yaml
+
+    from nereus.planner.choose import Priced
+    from nereus.planner.remedy import require_plan
+
+    best = require_plan(Priced.of(request))
+    text = yaml.safe_dump({"plan": best.to_campaign()}, sort_keys=False, default_flow_style=None, width=1000)
+    typer.echo(
+        f"# {best.step_s:.4g} s a step on {request.cluster.name}, {best.arrangement}\n{text}", nl=False
+    )
 
 
 def _show_sweep(request: PlanRequest, text: str, plot: Path | None, title: str, *, as_json: bool) -> None:

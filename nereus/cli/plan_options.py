@@ -99,6 +99,14 @@ TurnsName = Annotated[
         rich_help_panel=_SPACE,
     ),
 ]
+Share = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A model, actor or critic, that must serve and train with one layout. Repeatable.",
+        show_default=False,
+        rich_help_panel=_SPACE,
+    ),
+]
 SpaceName = Annotated[
     str,
     typer.Option(
@@ -147,5 +155,13 @@ RunnerUps = Annotated[
 Explain = Annotated[
     bool,
     typer.Option("--explain", help="Say for every tp and pp of the actor why not.", rich_help_panel=_SHOW),
+]
+AsYaml = Annotated[
+    bool,
+    typer.Option(
+        "--yaml",
+        help="Print the plan as the `plan` of a campaign file. There the critic has one layout.",
+        rich_help_panel=_SHOW,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, reasons included.", rich_help_panel=_SHOW)]

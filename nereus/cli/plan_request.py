@@ -16,7 +16,7 @@ from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import Placement, PlanRequest, Turns
-from nereus.planner.workload import Algorithm, ModelShapes, Schedule, Workload
+from nereus.planner.workload import Algorithm, Model, ModelShapes, Schedule, Workload
 
 Word = TypeVar("Word", Algorithm, Schedule, Placement, Turns, Space)
 
@@ -41,6 +41,7 @@ class PlanWords:
     schedule: str
     placement: str
     turns: str
+    share: tuple[str, ...]
     space: str
     fix: tuple[str, ...]
 
@@ -74,10 +75,19 @@ def read_request(words: PlanWords) -> PlanRequest:
         cluster=ClusterProfile.load(words.cluster),
         space=_one_of(Space, "--space", words.space),
         placement=placement,
+        share=frozenset(_trained(name) for name in words.share),
         turns=_one_of(Turns, "--turns", words.turns),
         calibration=NEUTRAL if words.calibration is None else saved_calibration(words.calibration),
         fixed=tuple(fix for text in words.fix for fix in parse_fixes(text)),
     )
+
+
+def _trained(name: str) -> Model:
+    if name not in (Model.ACTOR, Model.CRITIC):
+        raise ConfigError(
+            explain(f"cannot read --share {name!r}", rule="the actor and the critic are trained")
+        )
+    return Model(name)
 
 
 def _models(words: PlanWords, algorithm: Algorithm) -> ModelShapes:

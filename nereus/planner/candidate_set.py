@@ -83,6 +83,11 @@ def problem_of(
         pairs=tuple((index[serve], index[train]) for serve, train in PAIRS if serve in index),
         timing=timing,
         own_generation_pool=arrangement.placement is Placement.DISAGGREGATED,
+        must_share=frozenset(
+            (index[serve], index[train])
+            for serve, train in PAIRS
+            if serve in index and serve.model in request.share
+        ),
         in_turn=frozenset(STAGES.index(stage) for stage in arrangement.in_turn),
     )
 

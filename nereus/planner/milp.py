@@ -89,6 +89,8 @@ def _sharing(problem: Problem, program: Program) -> dict[tuple[int, int], int]:
     equal: dict[tuple[int, int], int] = {}
     for serve, train in problem.pairs:
         if problem.owns_gpus(serve):
+            if (serve, train) in problem.must_share:
+                program.add({}, 1.0, 1.0)  # no plan: what has its own GPUs shares nothing
             continue
         by_layout: dict[int, list[int]] = {}
         for c, layout in enumerate(problem.seats[train].layout.tolist()):
@@ -100,6 +102,8 @@ def _sharing(problem: Problem, program: Program) -> dict[tuple[int, int], int]:
                 equal[serve, c] = var
                 groups.setdefault(layout, []).append(var)
                 program.add({var: 1.0, program.first[serve] + c: -1.0}, high=0.0)
+        if (serve, train) in problem.must_share:
+            program.add({var: 1.0 for group in groups.values() for var in group}, 1.0, 1.0)
         for layout, chosen in groups.items():
             program.add({**dict.fromkeys(chosen, 1.0), **dict.fromkeys(by_layout[layout], -1.0)}, high=0.0)
     return equal

@@ -98,7 +98,8 @@ def cases(problem: Problem) -> Iterator[tuple[Piece, ...]]:
         for pool in range(len(problem.pools))
         if not problem.owns_gpus(pair[0]) and len(piece := _shared(problem, pair, pool))
     }
-    for together in product((True, False), repeat=len(problem.pairs)):
+    ways = [(True,) if pair in problem.must_share else (True, False) for pair in problem.pairs]
+    for together in product(*ways):
         sharing = [pair for pair, yes in zip(problem.pairs, together, strict=True) if yes]
         covered = {seat for pair in sharing for seat in pair}
         options = [[joined[key] for key in joined if key[0] == pair] for pair in sharing]

@@ -120,6 +120,21 @@ class Plan:
             if item.model_stage in (ModelStage.ACTOR_GENERATION, ModelStage.ACTOR_TRAINING)
         )
 
+    def to_campaign(self) -> dict[str, dict[str, Any]]:
+        """The `plan` of a campaign's configuration, where the critic's two stages have one layout."""
+        items = {item.model_stage: item for item in self.assignments}
+        return {
+            key: {
+                "tp": items[stage].tp,
+                "pp": items[stage].pp,
+                "dp": items[stage].dp,
+                "gpus": list(items[stage].ranks),
+                "layers": list(items[stage].layers),
+            }
+            for stage, key in _CAMPAIGN_KEYS.items()
+            if stage in items
+        }
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
         return {
@@ -136,6 +151,15 @@ class Plan:
             ],
             "proof": asdict(self.proof),
         }
+
+
+_CAMPAIGN_KEYS = {
+    ModelStage.ACTOR_TRAINING: "actor_training",
+    ModelStage.ACTOR_GENERATION: "actor_generation",
+    ModelStage.CRITIC_TRAINING: "critic_training",
+    ModelStage.REFERENCE_INFERENCE: "reference_inference",
+    ModelStage.REWARD_INFERENCE: "reward_inference",
+}
 
 
 def _assignment_json(item: Assignment) -> dict[str, Any]:

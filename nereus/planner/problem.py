@@ -82,7 +82,9 @@ class PoolLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """Seats, pools and the rules that join them. The seats of stages `in_turn` run one after another.
+    """Seats, pools and the rules that join them.
+
+    The seats of stages `in_turn` run one after another; pairs that `must_share` have one layout.
 
     `pairs` lists (serving seat, training seat) of each trained model. With `own_generation_pool` the
     generation seat's GPUs are used by nothing else in any stage, so its memory stands alone and nothing
@@ -95,6 +97,7 @@ class Problem:
     timing: Timing = "sync"
     own_generation_pool: bool = False
     in_turn: frozenset[int] = frozenset()
+    must_share: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         assert GENERATION not in self.in_turn, "generation has one seat"
@@ -170,7 +173,7 @@ def evaluate(problem: Problem, picks: Mapping[int, int]) -> Evaluation:
     memory = [sum(by_pool[k] for by_pool in persistent) + transient[k] for k in range(len(problem.pools))]
     for pool, size in alone:
         memory[pool] = max(memory[pool], size)
-    feasible = all(
+    feasible = all(serve in shared for serve, _ in problem.must_share) and all(
         memory[k] <= limit.limit_bytes
         and all(used[stage][k] <= limit.num_gpus for stage in range(NUM_STAGES))
         for k, limit in enumerate(problem.pools)

@@ -132,6 +132,8 @@ def _smaller_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     )
     for fix in request.fixed:
         yield f"leaving {fix} free", replace(request, fixed=tuple(f for f in request.fixed if f is not fix))
+    if request.share:
+        yield "letting a model serve and train with two layouts", replace(request, share=frozenset())
     if request.turns is not Turns.AUTO:
         yield "letting models take turns on the same GPUs", replace(request, turns=Turns.AUTO)
     if request.placement is not None:

@@ -10,7 +10,7 @@ from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.fixed import Fix
 from nereus.planner.layouts import Space
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.workload import Recompute, Schedule, Stage, Workload
+from nereus.planner.workload import Model, Recompute, Schedule, Stage, Workload
 
 
 class Placement(StrEnum):
@@ -79,7 +79,8 @@ class Option:
 class PlanRequest:
     """What to plan for. `placement` None lets the search choose.
 
-    The micro-batch, recompute and residency of `workload` are not used: `options` and `fixed` hold them.
+    The models in `share` must serve and train with one layout. The micro-batch, recompute and residency
+    of `workload` are not used: `options` and `fixed` hold them.
     """
 
     workload: Workload
@@ -87,6 +88,7 @@ class PlanRequest:
     space: Space = Space.POW2
     placement: Placement | None = None
     turns: Turns = Turns.NEVER
+    share: frozenset[Model] = frozenset()
     options: StageOptions = StageOptions()
     fixed: tuple[Fix, ...] = ()
     calibration: Calibration = NEUTRAL

@@ -42,6 +42,7 @@ def random_problem(seed: int) -> Problem:
         timing=timing,
         own_generation_pool=own,
         in_turn=in_turn,
+        must_share=frozenset(pair for pair in pairs if rng.random() < 0.2 and not own),
     )
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner, Result
 
 from nereus.cli.plan import plan
+from nereus.config import PlanConfig
 from nereus.errors import ConfigError, Infeasible, ModelError, NereusError
 from nereus.planner.calibrate import Calibrator
 from nereus.planner.calibration_store import System, save
@@ -56,6 +58,18 @@ def test_json_holds_the_plan_its_ranks_and_the_reasons() -> None:
     assert len(tree["runner_ups"]) == 1
     assert {family["verdict"] for family in tree["families"]} >= {"slower", "too big"}
     assert tree["compare"]["tp=4,pp=1"]["step_s"] >= tree["plan"]["step_s"]
+
+
+def test_yaml_is_the_plan_of_a_campaign() -> None:
+    result = run(*JOB, "--yaml")
+    tree = yaml.safe_load(result.stdout)
+    plan_config = PlanConfig.model_validate(tree["plan"])
+    assert plan_config.stage("critic.inference") == plan_config.stage("critic.training")
+    shared = json.loads(run(*JOB, *CHEAP, "--json", "--share", "critic").stdout)["plan"]["assignments"]
+    for item in shared:
+        config = plan_config.stage(item["model_stage"])
+        assert (config.tp, config.pp, config.dp) == (item["tp"], item["pp"], item["dp"])
+        assert list(config.gpu_ids) == item["ranks"]
 
 
 def test_comparison_that_does_not_fit_says_why() -> None:
@@ -162,6 +176,7 @@ def test_help_teaches_every_option() -> None:
         (["--prompt-len", "0"], ConfigError, "number of tokens"),
         (["--space", "all"], ConfigError, "pow2, general"),
         (["--schedule", "later"], ConfigError, "sync, one-step-off, async"),
+        (["--share", "reward"], ConfigError, "actor and the critic are trained"),
         (["--turns", "often"], ConfigError, "never, auto, always"),
         (["--placement", "here"], ConfigError, "colocated, disaggregated"),
         (["--schedule", "async", "--placement", "colocated"], ConfigError, "GPUs of its own"),
