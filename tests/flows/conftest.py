@@ -69,6 +69,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def reward_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny reward model: the same trunk with a value head."""
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    write_hf_folder(Random(TINY.with_head("value")), TINY.with_head("value"), folder)
+    return folder
+
+
 @pytest.fixture
 def make_config(model_folder: Path, tmp_path: Path) -> Callable[..., CampaignConfig]:
     """A small campaign on the count task; keyword arguments replace parts of it."""

@@ -192,6 +192,29 @@ def test_a_reward_that_raises_is_missing_counted_and_teaches_nothing(
     assert record.stats["gradient_norm/actor"] == 0
 
 
+def test_a_reward_model_scores_on_its_own_units(make_config: Make, reward_model_folder: Path) -> None:
+    plan = {"actor_training": {"tp": 2}, "reward_inference": {"pp": 2}}
+    reward = {"kind": "model", "path": str(reward_model_folder)}
+    result = campaign(make_config(reward=reward, plan=plan, steps=1, tracking="step"))
+    record = read_records(result.metrics)[0]
+    assert record.plan["reward.inference"] == "tp1 pp2 dp1 on 0,1"
+    assert record.num_missing_rewards == 0
+    assert record.reward_min is not None
+    assert record.reward_max is not None
+    assert record.reward_min < record.reward_max
+
+
+@pytest.mark.slow
+def test_a_reasoning_gym_task_gives_prompts_and_scores(make_config: Make) -> None:
+    gym = {"kind": "reasoning_gym", "name": "letter_counting", "size": 8}
+    prompts = {"source": gym, "max_tokens": 64, "too_long": "truncate_left"}
+    reward = {"kind": "reasoning_gym", "timeout_s": 60}
+    result = campaign(make_config(prompts=prompts, reward=reward, steps=1, tracking="step"))
+    record = read_records(result.metrics)[0]
+    assert record.num_missing_rewards == 0
+    assert record.reward_mean is not None
+
+
 def test_a_set_stop_flag_ends_the_step_within_seconds_and_the_checkpoint_stays(make_config: Make) -> None:
     prepared = prepare_campaign(make_config(steps=50, sampling={"max_new_tokens": 64}, tracking="step"))
     with open_job(prepared, resume=False) as job:
