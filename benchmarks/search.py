@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from nereus.errors import NereusError
 from nereus.planner.candidate_set import candidate_sets, problem_of
 from nereus.planner.layouts import Space
 from nereus.planner.lengths import LengthDistribution
@@ -132,8 +133,13 @@ def solve_one(path: Path, solver: str, limit_s: float) -> dict[str, Any]:
     else:
         from nereus.planner.oracle import ask
 
-        answer = ask(problem, solver, time_limit_s=limit_s)  # type: ignore[arg-type]
-        found = {"step_s": answer.step_s, "proven": answer.proven, "cpu_s": answer.cpu_s}
+        start = time.process_time()
+        try:
+            answer = ask(problem, solver, time_limit_s=limit_s)  # type: ignore[arg-type]
+            found = {"step_s": answer.step_s, "proven": answer.proven, "cpu_s": answer.cpu_s}
+        except NereusError:
+            cpu_s = time.process_time() - start
+            found = {"step_s": None, "proven": False, "cpu_s": cpu_s, "note": "no plan in time"}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {**found, "rss_mb": (peak - before) / 1024, "warm": warm}
 
