@@ -49,6 +49,17 @@ PURE_EMU = {
     "topology",
     "graph",
     "schedule",
+    "chains",
+    "precedence",
+    "shard_bytes",
+    "chain_time",
+    "schedule_problem",
+    "certificate",
+    "spilling",
+    "list_schedule",
+    "target",
+    "transition_text",
+    "transition_svg",
 }
 ONLY_IN = {
     "prefect": lambda parts: parts[0] in {"flows", "tasks", "cli"},

@@ -51,6 +51,15 @@ COMMANDS = (
         ),
     ),
     Command(
+        name="explain",
+        target="nereus.cli.explain:explain",
+        line="Show how a campaign would move to another plan.",
+        examples=(
+            "nereus explain examples/count/grpo.yaml plan.actor_training.tp=1 plan.actor_training.dp=2",
+            "nereus explain campaign.yaml plan.actor_generation.tp=8 --memory-gb 70 --svg transition.svg",
+        ),
+    ),
+    Command(
         name="reshard",
         target="nereus.cli.reshard:reshard",
         line="Cut a stored model for another layout.",

@@ -1,0 +1,228 @@
+"""The certificate: a sequence in which all that is left can be done one by one within memory.
+
+Invariant I9 (safe state): once the running tasks are done, those not yet started can be carried out in the
+order of a known sequence, none exceeding a bin's capacity. It holds at first, by search. Starting the head
+keeps it. Starting another task keeps it if, with that task's net addition in place, every task before it in
+the sequence still fits; later ones see the same memory as before. Ends of tasks only release. So when nothing
+runs, the head fits: a schedule that starts tasks by certificate never deadlocks.
+
+Only bins where the task leaves more than it found need a look, and tasks that touch no bin need none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from nereus.emu.schedule_problem import Problem
+
+SMALL = 32  # tasks in a group that is searched thoroughly
+ATTEMPTS = 64
+STEPS = 64  # choices of one attempt, beside one for every task
+SHAKE = 5.0  # mean acquisitions
+
+
+def components(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Tasks that touch bins, grouped so that groups share no bin and no precedence; each ascending."""
+    parent = list(range(len(problem.tasks)))
+
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    first: dict[int, int] = {}
+    touching = [bool(task.acquires or task.releases) for task in problem.tasks]
+    for number, task in enumerate(problem.tasks):
+        for place, _ in (*task.acquires, *task.releases):
+            parent[root(number)] = root(first.setdefault(place, number))
+        for other in task.after:
+            touching[number] = touching[other] = touching[number] or touching[other]
+            parent[root(number)] = root(other)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for number, touches in enumerate(touching):
+        if touches:
+            groups[root(number)].append(number)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def find_sequence(
+    problem: Problem,
+    group: Sequence[int],
+    used: Sequence[int],
+    *,
+    done: frozenset[int] = frozenset(),
+    attempts: int | None = None,
+) -> list[int] | None:
+    """An order of the group's tasks in which each fits when those before it are done; None if none was found.
+
+    Depth first. A task that fits and leaves no bin fuller is taken without a choice, since no continuation is
+    lost by it. Sets of tasks that led nowhere are not entered twice. After some choices the search begins
+    anew, with its preferences shaken: an early mistake is seldom undone by the last choices. An attempt that
+    ends before has tried everything. Measured on 103 feasible instances with at most 1.25 shards of slack on
+    8 and 16 GPUs: 64 attempts miss 1, one long search 13. Groups of more than 32 tasks get two attempts.
+    """
+    if attempts is None:
+        attempts = ATTEMPTS if len(group) <= SMALL else 2
+    search = _Search(problem, list(used), set(done))
+    draw = random.Random(len(group))
+    for attempt in range(attempts):
+        if search.run(tuple(group), shake=draw.random if attempt else None):
+            return search.sequence
+        if search.steps > 0:
+            break
+    return None
+
+
+class _Search:
+    """Depth-first search over sets of finished tasks."""
+
+    def __init__(self, problem: Problem, used: list[int], done: set[int]) -> None:
+        self.problem = problem
+        self.used = used
+        self.done = done
+        self.steps = 0
+        self.shake: Callable[[], float] | None = None
+        self.sequence: list[int] = []
+        self.dead: set[frozenset[int]] = set()
+
+    def run(self, group: tuple[int, ...], *, shake: Callable[[], float] | None) -> bool:
+        """Extend the sequence by all of the group; False leaves it as it was."""
+        self.steps, self.shake = STEPS + len(group), shake
+        open_sets: list[tuple[tuple[int, ...], Iterator[int], int]] = []
+        left = group
+        while True:
+            forced = self._take_forced(left)
+            left = tuple(number for number in left if number not in self.done)
+            if not left:
+                return True
+            choices = (
+                [] if frozenset(left) in self.dead else sorted(filter(self._fits, left), key=self._worth)
+            )
+            open_sets.append((left, iter(choices), forced))
+            chosen = None
+            while chosen is None:
+                left, rest, forced = open_sets[-1]
+                chosen = next(rest, None) if self.steps > 0 else None
+                if chosen is None:
+                    if self.steps > 0:
+                        self.dead.add(frozenset(left))
+                    self._undo(forced)
+                    open_sets.pop()
+                    if not open_sets:
+                        return False
+                    self._undo(1)
+            self.steps -= 1
+            self._take(chosen)
+
+    def _take_forced(self, group: tuple[int, ...]) -> int:
+        """Take tasks that fit and leave no bin fuller, until there is none; returns their number."""
+        taken = 0
+        again = True
+        while again:
+            again = False
+            for number in group:
+                if number not in self.done and self._is_harmless(number) and self._fits(number):
+                    self._take(number)
+                    taken += 1
+                    again = True
+        return taken
+
+    def _is_harmless(self, number: int) -> bool:
+        return all(net <= 0 for net in self.problem.net[number].values())
+
+    def _fits(self, number: int) -> bool:
+        task, cap = self.problem.tasks[number], self.problem.cap
+        return all(other in self.done for other in task.after) and all(
+            self.used[place] + amount <= cap[place] for place, amount in task.acquires
+        )
+
+    def _worth(self, number: int) -> tuple[float, int]:
+        """Small for tasks that release much, also through tasks that wait for them."""
+        tasks = self.problem.tasks
+        freed = float(sum(amount for _, amount in tasks[number].releases))
+        for other in self.problem.unlocks[number]:
+            missing = sum(task not in self.done for task in tasks[other].after)
+            share = 1.0 if missing == 1 else 0.6 / missing
+            freed += share * sum(amount for _, amount in tasks[other].releases)
+        if self.shake is not None:
+            freed += SHAKE * self.problem.mean_acquired * self.shake()
+        return -freed, number
+
+    def _take(self, number: int) -> None:
+        for place, net in self.problem.net[number].items():
+            self.used[place] += net
+        self.done.add(number)
+        self.sequence.append(number)
+
+    def _undo(self, count: int) -> None:
+        for _ in range(count):
+            number = self.sequence.pop()
+            self.done.remove(number)
+            for place, net in self.problem.net[number].items():
+                self.used[place] -= net
+
+
+class Certificate:
+    """The invariant while a schedule unfolds. `settled` is each bin's use once the running tasks are done."""
+
+    def __init__(self, problem: Problem, groups: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]):
+        self.problem = problem
+        self.settled = list(problem.used)
+        self._group_of = {number: at for at, group in enumerate(groups) for number in group}
+        self._sequences = [list(sequence) for sequence in sequences]
+        self._begun: set[int] = set()
+        self._refused: dict[int, int] = {}
+
+    def admits(self, number: int) -> bool:
+        """Whether starting the task, which must fit at this moment, keeps the invariant. If so, it begins."""
+        at = self._group_of.get(number)
+        if at is None:
+            return True
+        if self._refused.get(number) == len(self._begun):
+            return False  # nothing has started since: ends of tasks change nothing here
+        sequence = self._sequences[at]
+        if sequence[0] != number and not self._still_fits(sequence, number):
+            rest = self._another(sequence, number) if len(sequence) <= SMALL else None
+            if rest is None:
+                self._refused[number] = len(self._begun)
+                return False
+            self._sequences[at] = rest
+        else:
+            sequence.remove(number)
+        for place, net in self.problem.net[number].items():
+            self.settled[place] += net
+        self._begun.add(number)
+        return True
+
+    def _still_fits(self, sequence: Sequence[int], number: int) -> bool:
+        """Whether the tasks before it in the sequence fit beside what it leaves."""
+        tasks, cap = self.problem.tasks, self.problem.cap
+        added = self.problem.net[number]
+        level = {place: self.settled[place] + net for place, net in added.items() if net > 0}
+        if not level:
+            return True
+        for other in sequence:
+            if other == number:
+                return True
+            task = tasks[other]
+            for place, amount in task.acquires:
+                if place in level:
+                    level[place] += amount
+                    if level[place] > cap[place]:
+                        return False
+            for place, amount in task.releases:
+                if place in level:
+                    level[place] -= amount
+        raise AssertionError(f"I9: task {number} is not in its sequence")
+
+    def _another(self, sequence: Sequence[int], number: int) -> list[int] | None:
+        """Another sequence of the rest, were the task started now."""
+        rest = sorted(other for other in sequence if other != number)
+        used = list(self.settled)
+        for place, net in self.problem.net[number].items():
+            used[place] += net
+        done = frozenset({*self._begun, number})
+        return find_sequence(self.problem, rest, used, done=done, attempts=1)

@@ -1,0 +1,169 @@
+"""The schedule of a transition: when each chain runs, what goes to the host, and the graph that keeps it so.
+
+```
+graph ─▶ problem ─▶ certificate (with spills, where no order fits) ─▶ timeline ─▶ resource edges ─▶ graph
+```
+Why the edges suffice, however long the operations really take: take a bin and any moment, and of the tasks
+started there the one that the timeline starts last. Its edges say that enough has been released for all that
+the timeline had started there by then, and what has started now is a part of that. So no execution that
+respects the edges exceeds the memory. They point forward in time, so they close no circle. Every rank takes
+the chains that it is part of in the one order of the timeline (`order`, `of_rank`): no two ranks can wait for
+each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nereus.emu.chain_time import Seconds, at_most
+from nereus.emu.graph import Spill, TransitionGraph
+from nereus.emu.layout import Rank
+from nereus.emu.list_schedule import Timeline, shortest
+from nereus.emu.precedence import ChainEdge
+from nereus.emu.schedule_problem import Problem, Room, problem_of
+from nereus.emu.shard_bytes import Sizes
+from nereus.emu.spilling import with_spills
+from nereus.emu.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A chain, or a spill of one, in time. Seconds count from the beginning of the transition."""
+
+    chain: int
+    spill: Spill | None
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When everything happens, sorted by start, and the graph whose edges keep memory within its caps.
+
+    `tight` are ranks where old and new state do not fit together; without any, all chains may run in shadow
+    mode in one transaction. `peak_bytes` is the most model state on each tight rank.
+    """
+
+    graph: TransitionGraph
+    slots: tuple[Slot, ...]
+    tight: frozenset[Rank]
+    peak_bytes: Mapping[Rank, int]
+
+    @property
+    def makespan_s(self) -> float:
+        """Predicted duration."""
+        return max((slot.end_s for slot in self.slots), default=0.0)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Ids of the chains in the one order in which all ranks take them."""
+        return tuple(self.graph.chains[slot.chain].id for slot in self.slots if slot.spill is None)
+
+    def of_rank(self, rank: Rank) -> tuple[str, ...]:
+        """The chains that a rank takes part in, in order."""
+        return tuple(
+            chain.id
+            for chain in (self.graph.chains[slot.chain] for slot in self.slots if slot.spill is None)
+            if any(rank in unit.layout.ranks for unit in (*chain.reads, *chain.ends, *chain.makes))
+        )
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that pass through host memory."""
+        return sum(slot.spill.bytes for slot in self.slots if slot.spill is not None)
+
+
+def schedule(
+    graph: TransitionGraph,
+    sizes: Sizes,
+    room: Room,
+    topology: Topology,
+    seconds: Seconds | None = None,
+    *,
+    tries: int | None = None,
+) -> Schedule:
+    """Schedule a graph; `seconds` times its chains, by default from above by their largest shards.
+
+    Deterministic. Up to 64 chains `tries` orders are compared, beyond that one is taken. Raises Infeasible
+    when the target exceeds a rank's memory, or a host's where old shards must go there.
+    """
+    problem = problem_of(graph, sizes, room, seconds or at_most(sizes, topology))
+    problem, sequences = with_spills(problem, graph, room, topology)
+    timeline = shortest(problem, sequences, tries=tries)
+    tasks = problem.tasks
+    listed = sorted(range(len(tasks)), key=lambda i: (timeline.start_s[i], timeline.end_s[i], i))
+    slots = tuple(
+        Slot(
+            chain=tasks[number].chain,
+            spill=tasks[number].spill,
+            start_s=timeline.start_s[number],
+            end_s=timeline.end_s[number],
+        )
+        for number in listed
+    )
+    return Schedule(
+        graph=_with_edges(graph, problem, timeline),
+        slots=slots,
+        tight=frozenset(rank for ranks in problem.bins for rank in ranks),
+        peak_bytes=_peaks(problem, timeline),
+    )
+
+
+def _with_edges(graph: TransitionGraph, problem: Problem, timeline: Timeline) -> TransitionGraph:
+    """The graph with the edges that memory needs, and nodes for what goes to the host."""
+    num_chains = len(graph.chains)
+    edges: set[ChainEdge] = {edge for edge in graph.edges if edge[2] == "source"}
+    spill_edges: set[tuple[int, int]] = set()
+    for number, task in enumerate(problem.tasks):
+        spill_edges |= {(other - num_chains, number) for other in task.after if other >= num_chains}
+    for releaser, acquirer in _needed_releases(problem, timeline):
+        if releaser >= num_chains:
+            spill_edges.add((releaser - num_chains, acquirer))
+        elif (releaser, acquirer, "source") not in edges:
+            edges.add((releaser, acquirer, "resource"))
+    spills = [(task.chain, task.spill) for task in problem.tasks if task.spill is not None]
+    return graph.with_edges(edges, spills, spill_edges)
+
+
+def _needed_releases(problem: Problem, timeline: Timeline) -> set[tuple[int, int]]:
+    """(releaser, acquirer): the earliest releases that make room for all that a bin has started by then."""
+    takers: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
+    givers: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
+    for number, task in enumerate(problem.tasks):
+        for place, amount in task.acquires:
+            takers[place].append((timeline.start_s[number], number, amount))
+        for place, amount in task.releases:
+            givers[place].append((timeline.end_s[number], number, amount))
+    needed: set[tuple[int, int]] = set()
+    for place, acquisitions in takers.items():
+        releases = sorted(givers[place])
+        level = problem.used[place]
+        for _, acquirer, amount in sorted(acquisitions):
+            level += amount
+            missing = level - problem.cap[place]
+            for _, releaser, freed in releases:
+                if missing <= 0:
+                    break
+                needed.add((releaser, acquirer))
+                missing -= freed
+    return needed
+
+
+def _peaks(problem: Problem, timeline: Timeline) -> dict[Rank, int]:
+    """The most that lies on every tight rank at any moment; what ends at a moment is gone at that moment."""
+    out: dict[Rank, int] = {}
+    changes: dict[int, list[tuple[float, int]]] = {place: [] for place in range(len(problem.bins))}
+    for number, task in enumerate(problem.tasks):
+        for place, amount in task.acquires:
+            changes[place].append((timeline.start_s[number], amount))
+        for place, amount in task.releases:
+            changes[place].append((timeline.end_s[number], -amount))
+    for place, ranks in enumerate(problem.bins):
+        level = peak = problem.used[place]
+        for _, change in sorted(changes[place]):
+            level += change
+            peak = max(peak, level)
+        out.update(dict.fromkeys(ranks, peak))
+    return out

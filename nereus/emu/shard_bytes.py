@@ -1,0 +1,57 @@
+"""How many bytes the shard at each position of a unit occupies, counted a kind of layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import prod
+
+from nereus.emu.partition import classes_of
+from nereus.emu.tensor import ModelSpec, box_size
+from nereus.emu.unit import Unit
+
+# Bytes at every position of a unit, in layout order.
+Sizes = Callable[[Unit], tuple[int, ...]]
+
+
+def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:
+    """Sizes of units of these models. Equal to what `shard` lists, without listing it."""
+
+    def sizes(unit: Unit) -> tuple[int, ...]:
+        layout = unit.layout
+        return _sizes(models[unit.model], layout.tp, layout.layers, unit.bytes_per_element)
+
+    return sizes
+
+
+@lru_cache(maxsize=4096)
+def _sizes(model: ModelSpec, tp: int, layers: tuple[int, ...], width: int) -> tuple[int, ...]:
+    elements = [[0] * tp for _ in layers]
+    for kind in classes_of(model):
+        each = _elements(kind.exemplar, tp)
+        lo = 0
+        for stage, num_layers in enumerate(layers):
+            if kind.place == "layer":
+                copies = sum(lo <= layer < lo + num_layers for layer in kind.layers)
+            else:
+                is_home = stage == (0 if kind.place == "first" else len(layers) - 1)
+                copies = is_home or (kind.tied and stage == len(layers) - 1)
+            lo += num_layers
+            for position in range(tp):
+                elements[stage][position] += copies * each[position]
+    return tuple(count * width for row in elements for count in row)
+
+
+@lru_cache(maxsize=1024)
+def _elements(exemplar: ModelSpec, tp: int) -> tuple[int, ...]:
+    """Stored elements of one instance of a class at every tensor-parallel position."""
+    fused = {part for rule in exemplar.fused for part in rule.parts}
+    return tuple(
+        sum(
+            box_size(spec.cut.box(spec.shape, tp, position))
+            if spec.name in fused
+            else prod(spec.cut.stored_shape(spec.shape, tp, position))
+            for spec in exemplar.tensors
+        )
+        for position in range(tp)
+    )
