@@ -1,6 +1,10 @@
-"""Balance of senders: demands are given to holders, then shares move off the busiest ones.
+"""Balance of senders: every receiver gets a feeder, then load moves off the busiest ones.
 
-Why shares that no single move improves are optimal: the loads minimise a convex sum over a product of
+A receiver is fed by a holder, or by the tail of a chain of receivers that were fed before it (a relay). The
+least loaded feeder serves, largest bundle first. Then two kinds of move relieve senders that are busier than
+the busiest receiver.
+
+Why loads that no shift between holders improves are optimal: they minimise a convex sum over a product of
 simplices, whose optimum is exactly the point where every used holder of a demand carries no more than an
 unused one (Kuhn-Tucker). Cuts fall between rows, which is the only loss.
 """
@@ -8,6 +12,7 @@ unused one (Kuhn-Tucker). Cuts fall between rows, which is the only loss.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nereus.emu.partition import Partition
@@ -15,7 +20,7 @@ from nereus.emu.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Row numbers of holders and receivers, and the blocks they share."""
+    """Row numbers of holders and receivers, and the blocks that all of them share."""
 
     holders: tuple[int, ...]
     needers: tuple[int, ...]
@@ -23,27 +28,28 @@ class Bundle:
     num_elements: int
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A chain of receivers that one holder must feed; `choices` are the holders that may."""
+@dataclass(slots=True)
+class Share:
+    """Elements [lo, hi) of a bundle on their way: from `holder` to the chain's head, and on to its tail.
+
+    `choices` are the holders that may feed the head: those on its node, or all where there is none.
+    """
 
     bundle: int
     chain: tuple[int, ...]
     choices: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Share:
-    """A part of a demand and the holder that feeds it."""
-
-    demand: Demand
     holder: int
     lo: int
     hi: int
 
+    @property
+    def size(self) -> int:
+        """Elements of the share."""
+        return self.hi - self.lo
+
 
 class Loads:
-    """What every row sends, while holders are being chosen: elements times the cost of their link.
+    """What every row sends, while feeders are being chosen: elements times the cost of their link.
 
     `costs` are those of an element within a node and between nodes, in proportion to the links' time a byte.
     """
@@ -64,44 +70,59 @@ class Loads:
         if self.nodes[row] != self.nodes[target]:
             self.node_out[self.nodes[row]] += size
 
-    def least(self, demand: Demand) -> int:
-        """The least-loaded holder; ties go to the node that sends least, then to the next row upwards."""
-        if len(demand.choices) == 1:
-            return demand.choices[0]
-        target, num = demand.chain[0], len(self.rows)
+    def least(self, choices: Sequence[int], target: int) -> int:
+        """The least loaded row; ties go to the node that sends least, then to the next row upwards."""
+        num = len(self.rows)
         return min(
-            demand.choices,
-            key=lambda row: (self.rows[row], self.node_out[self.nodes[row]], (row - target) % num),
+            choices, key=lambda row: (self.rows[row], self.node_out[self.nodes[row]], (row - target) % num)
         )
 
-    def most_received(self, demands: list[Demand], bundles: list[Bundle]) -> int:
-        """What the busiest receiver receives, in the same measure; it does not depend on who is chosen."""
+    def most_received(self, shares: list[Share]) -> int:
+        """What the busiest receiver receives, in the same measure."""
         received = [0] * len(self.rows)
-        for demand in demands:
-            senders = (demand.choices[0], *demand.chain)
-            for source, target in zip(senders, demand.chain, strict=False):
-                received[target] += bundles[demand.bundle].num_elements * self.cost(source, target)
+        for share in shares:
+            for source, target in zip((share.holder, *share.chain), share.chain, strict=False):
+                received[target] += share.size * self.cost(source, target)
         return max(received, default=0)
 
 
-def assign(demands: list[Demand], bundles: list[Bundle], loads: Loads) -> list[Share]:
-    """Largest demand first to its least-loaded holder."""
-    for demand in demands:
-        for sender, receiver in zip(demand.chain, demand.chain[1:], strict=False):
-            loads.add(sender, bundles[demand.bundle].num_elements, receiver)
+def assign(bundles: list[Bundle], loads: Loads, relay_elements: int) -> list[Share]:
+    """Feed every receiver of every bundle, bundles without a choice of holder and large ones first.
+
+    Only bundles of at least `relay_elements` are relayed.
+    """
     order = sorted(
-        range(len(demands)),
-        # Demands without a choice first, so that the others can avoid their holders.
-        key=lambda i: (len(demands[i].choices) > 1, -bundles[demands[i].bundle].num_elements, i),
+        range(len(bundles)), key=lambda i: (len(bundles[i].holders) > 1, -bundles[i].num_elements, i)
     )
     shares: list[Share] = []
-    for index in order:
-        demand = demands[index]
-        size = bundles[demand.bundle].num_elements
-        holder = loads.least(demand)
-        loads.add(holder, size, demand.chain[0])
-        shares.append(Share(demand, holder, 0, size))
+    for number in order:
+        shares += _feed(number, bundles[number], loads, bundles[number].num_elements >= relay_elements)
     return shares
+
+
+def _feed(number: int, bundle: Bundle, loads: Loads, relay: bool) -> list[Share]:
+    """One bundle's receivers, node by node: a node without a holder is entered once, then relays inside."""
+    nodes = loads.nodes
+    size = bundle.num_elements
+    by_tail: dict[int, Share] = {}
+    for target in sorted(bundle.needers, key=lambda row: (nodes[row], row)):
+        near = tuple(row for row in bundle.holders if nodes[row] == nodes[target])
+        tails = tuple(by_tail) if relay else ()
+        near_tails = tuple(row for row in tails if nodes[row] == nodes[target])
+        choices = near or bundle.holders
+        holders, relays = (near, near_tails) if near or near_tails else (bundle.holders, tails)
+        feeder = loads.least(holders, target) if holders else None
+        tail = loads.least(relays, target) if relays else None
+        if tail is not None and (feeder is None or loads.rows[tail] < loads.rows[feeder]):
+            loads.add(tail, size, target)
+            share = by_tail.pop(tail)
+            share.chain = (*share.chain, target)
+        else:
+            assert feeder is not None, f"I8: nobody feeds row {target}"
+            loads.add(feeder, size, target)
+            share = Share(number, (target,), choices, feeder, 0, size)
+        by_tail[target] = share
+    return list(by_tail.values())
 
 
 @dataclass(slots=True)
@@ -136,7 +157,7 @@ class Levelling:
         of_bundle: dict[int, list[Share]] = defaultdict(list)
         for share in shares:
             mine[share.holder].append(share)
-            of_bundle[share.demand.bundle].append(share)
+            of_bundle[share.bundle].append(share)
         return cls(bundles, part, loads, floor, relay_elements, mine, of_bundle)
 
     @property
@@ -166,14 +187,14 @@ class Levelling:
         rows, nodes = self.loads.rows, self.loads.nodes
         best: tuple[tuple[int, bool, int], Share, Share] | None = None
         for share in self.mine[busiest]:
-            size, head = share.hi - share.lo, share.demand.chain[0]
-            if size < self.relay_elements or size < self.bundles[share.demand.bundle].num_elements:
+            size, head = share.size, share.chain[0]
+            if size < self.relay_elements or size < self.bundles[share.bundle].num_elements:
                 continue
             near = nodes[busiest] == nodes[head]
-            for other in self.of_bundle[share.demand.bundle]:
-                tail = other.demand.chain[-1]
+            for other in self.of_bundle[share.bundle]:
+                tail = other.chain[-1]
                 away = nodes[tail] != nodes[head]
-                if other is share or other.hi - other.lo < size or (near and away):
+                if other is share or other.size < size or (near and away):
                     continue
                 key = rows[tail] + size * self.loads.cost(tail, head), away, tail
                 if key[0] < rows[busiest] - self.tolerance and (best is None or key < best[0]):
@@ -181,12 +202,12 @@ class Levelling:
         if best is None:
             return False
         (_, _, tail), share, other = best
-        size, head = share.hi - share.lo, share.demand.chain[0]
+        size, head = share.size, share.chain[0]
         self.loads.add(busiest, -size, head)
         self.loads.add(tail, size, head)
         self.mine[busiest].remove(share)
-        self.of_bundle[share.demand.bundle].remove(share)
-        other.demand = replace(other.demand, chain=other.demand.chain + share.demand.chain)
+        self.of_bundle[share.bundle].remove(share)
+        other.chain = (*other.chain, *share.chain)
         return True
 
     def _shift(self, busiest: int) -> bool:
@@ -194,28 +215,28 @@ class Levelling:
         rows = self.loads.rows
         best: tuple[int, Share, int] | None = None
         for share in self.mine[busiest]:
-            other = self.loads.least(share.demand)
-            cost = self.loads.cost(busiest, share.demand.chain[0])
-            room = min((share.hi - share.lo) * cost, (rows[busiest] - rows[other]) // 2)
+            other = self.loads.least(share.choices, share.chain[0])
+            cost = self.loads.cost(busiest, share.chain[0])
+            room = min(share.size * cost, (rows[busiest] - rows[other]) // 2)
             if room > self.tolerance and (best is None or room > best[0]):
                 best = room, share, other
         if best is None:
             return False
         room, share, other = best
-        elements = room // self.loads.cost(busiest, share.demand.chain[0])
-        middle = _snap(self.bundles[share.demand.bundle].blocks, self.part, share.hi - elements)
+        elements = room // self.loads.cost(busiest, share.chain[0])
+        middle = _snap(self.bundles[share.bundle].blocks, self.part, share.hi - elements)
         if not share.lo <= middle < share.hi:
             return False
-        size, target = share.hi - middle, share.demand.chain[0]
+        size, target = share.hi - middle, share.chain[0]
         self.loads.add(busiest, -size, target)
         self.loads.add(other, size, target)
         moved = replace(share, holder=other, lo=middle)
         self.mine[other].append(moved)
-        self.of_bundle[share.demand.bundle].append(moved)
+        self.of_bundle[share.bundle].append(moved)
         share.hi = middle
         if share.lo == share.hi:
             self.mine[busiest].remove(share)
-            self.of_bundle[share.demand.bundle].remove(share)
+            self.of_bundle[share.bundle].remove(share)
         return True
 
 

@@ -1,26 +1,26 @@
 """Who sends what to whom: a holder for every demanded block, and relays where copies are few.
 
 Blocks with the same holders and the same receivers form a bundle. Each receiver of a bundle is fed by the
-least-loaded holder, one on its own node where there is one. Where a bundle is demanded more often than it is
-held, its receivers form chains: each passes on what it received, so that nobody sends more than one copy, and
-a node that holds none fetches one copy from outside. Then load moves off the busiest senders, to other
-holders or to relays, until the busiest sender is no busier than the busiest receiver, or no move helps.
-Busy is bytes weighted by the time a byte takes on its link.
+least loaded holder, or by the last of a chain of receivers that were fed before it, so that no holder sends
+many copies; one on its own node serves before one elsewhere, and a node that holds none fetches one copy from
+outside and passes it on inside. Then load moves off the busiest senders, to other holders or to relays, until
+the busiest sender is no busier than the busiest receiver, or no move helps. Busy is bytes weighted by the
+time a byte takes on its link.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
-from nereus.emu.balance import Bundle, Demand, Levelling, Loads, assign
+from nereus.emu.balance import Bundle, Levelling, Loads, Share, assign
 from nereus.emu.layout import Rank
 from nereus.emu.partition import Bools, Ints, Partition
 from nereus.emu.topology import Topology
+
+NEVER = 1 << 62  # elements that no bundle has: no relays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,45 +62,6 @@ def _bundles(have: Bools, remote: Bools, num_elements: Ints) -> list[Bundle]:
     ]
 
 
-def _by_node(rows: Iterable[int], nodes: list[int]) -> dict[int, tuple[int, ...]]:
-    out: dict[int, list[int]] = defaultdict(list)
-    for row in rows:
-        out[nodes[row]].append(row)
-    return {node: tuple(members) for node, members in out.items()}
-
-
-def _deal(items: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
-    """`num` runs of nearly equal length."""
-    base, extra = divmod(len(items), num)
-    ends = list(accumulate(base + (i < extra) for i in range(num)))
-    return [items[lo:hi] for lo, hi in zip([0, *ends], ends, strict=False)]
-
-
-def _demands(number: int, bundle: Bundle, nodes: list[int], relay: bool) -> list[Demand]:
-    """The chains of a bundle, inside nodes first."""
-    holders = _by_node(bundle.holders, nodes)
-    out: list[Demand] = []
-    outside: list[tuple[int, ...]] = []
-    for node, needers in _by_node(bundle.needers, nodes).items():
-        near = holders.get(node, ())
-        if not relay:
-            out += [Demand(number, (row,), near or bundle.holders) for row in needers]
-        elif not near:
-            outside.append(needers)
-        elif len(needers) > len(near):
-            chains = _deal(needers, len(near))
-            out += [Demand(number, chain, (row,)) for chain, row in zip(chains, near, strict=True)]
-        else:
-            out += [Demand(number, (row,), near) for row in needers]
-    if len(outside) > len(bundle.holders):
-        runs = _deal(tuple(range(len(outside))), len(bundle.holders))
-        chains = [tuple(row for i in run for row in outside[i]) for run in runs]
-        out += [Demand(number, chain, (row,)) for chain, row in zip(chains, bundle.holders, strict=True)]
-    else:
-        out += [Demand(number, chain, bundle.holders) for chain in outside]
-    return out
-
-
 def choose_routes(
     part: Partition,
     have: Bools,
@@ -118,24 +79,46 @@ def choose_routes(
     """
     nodes = topology.nodes_of(ranks)
     bundles = _bundles(have, remote, part.num_elements)
-    demands = [
-        demand
-        for number, bundle in enumerate(bundles)
-        for demand in _demands(number, bundle, nodes, bundle.num_elements >= relay_elements)
-    ]
-    loads = Loads(len(ranks), nodes, _costs(topology))
-    floor = loads.most_received(demands, bundles)
-    shares = assign(demands, bundles, loads)
-    shares = Levelling.of(shares, bundles, part, loads, floor=floor, relay_elements=relay_elements).run()
+    chosen = _balanced(bundles, part, nodes, topology, relay_elements)
+    if chosen.busiest > chosen.most_received:
+        # A relay that is busy with other bundles may cost more than it saves; then holders alone serve.
+        direct = _balanced(bundles, part, nodes, topology, NEVER)
+        if direct.busiest < chosen.busiest and direct.network_elements <= chosen.network_elements:
+            chosen = direct
     routes = [
         Route(
-            path=(ranks[share.holder], *(ranks[row] for row in share.demand.chain)),
-            blocks=bundles[share.demand.bundle].blocks,
+            path=(ranks[share.holder], *(ranks[row] for row in share.chain)),
+            blocks=bundles[share.bundle].blocks,
             share=(share.lo, share.hi),
         )
-        for share in shares
+        for share in chosen.shares
     ]
     return tuple(sorted(routes, key=lambda route: (route.path, route.blocks, route.share)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Balanced:
+    """Shares, what the busiest sender and receiver carry, and what crosses between nodes."""
+
+    shares: list[Share]
+    busiest: int
+    most_received: int
+    network_elements: int
+
+
+def _balanced(
+    bundles: list[Bundle], part: Partition, nodes: list[int], topology: Topology, relay_elements: int
+) -> _Balanced:
+    loads = Loads(len(nodes), nodes, _costs(topology))
+    shares = assign(bundles, loads, relay_elements)
+    most_received = loads.most_received(shares)
+    levelling = Levelling.of(shares, bundles, part, loads, floor=most_received, relay_elements=relay_elements)
+    return _Balanced(
+        shares=levelling.run(),
+        busiest=max(loads.rows, default=0),
+        most_received=most_received,
+        network_elements=sum(loads.node_out.values()),
+    )
 
 
 def _costs(topology: Topology) -> tuple[int, int]:

@@ -392,6 +392,35 @@ def test_i8_relays_send_what_they_received_and_spare_the_source(ranks_per_node: 
     check(plan, run(plan, stores_of(plan)))
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_relays_never_make_the_busiest_rank_busier(seed: int) -> None:
+    """Within the tolerance of balancing and one row of the smallest tensors."""
+    rng = random.Random(seed)
+    model, ranks = random_model(rng), tuple(range(12))
+    old = mixed_units(rng, model, BF16, ranks[: rng.randint(2, 12)], first=0)
+    new = mixed_units(rng, model, BF16, ranks, first=10)
+    sent = [
+        plan_reshard(model, old, new, limits=replace(TINY, relay_bytes=relay_bytes)).traffic
+        for relay_bytes in (1, 1 << 40)
+    ]
+    floor = sent[0].max_received
+    assert sent[0].max_received == sent[1].max_received
+    assert sent[0].max_sent <= 1.05 * max(sent[1].max_sent, floor) + 20 * 14
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_nothing_crosses_the_network_to_a_node_that_holds_it(seed: int) -> None:
+    plan = random_plan(seed)
+    have = holdings(plan.partition, plan.old, plan.ranks)
+    node = dict(zip(plan.ranks, plan.topology.nodes_of(plan.ranks), strict=True))
+    for route in plan.routes:
+        holders = {node[rank] for row, rank in enumerate(plan.ranks) if have[row, list(route.blocks)].all()}
+        for source, target in route.hops:
+            assert node[target] not in holders or node[source] == node[target]
+
+
 def test_node_without_a_holder_fetches_one_copy_from_outside() -> None:
     model = small_model()
     topology = Topology.uniform(12, 4)
