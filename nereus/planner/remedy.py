@@ -44,7 +44,6 @@ def require_plan(priced: Priced) -> Plan:
             explain(
                 f"no plan fits {request.cluster.name}",
                 values=shortage(priced),
-                rule="every model-stage needs its GPUs in each stage and its memory beside the others",
                 remedy="; or ".join(_said(remedy) for remedy in remedies(request))
                 or "none was found among smaller micro-batches, recompute and more GPUs",
             )
