@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nereus.emu.arena import TORCH_DTYPE, ShardState
+from nereus.emu.kinds import KindMove
 from nereus.emu.layout import Rank
 from nereus.emu.loose import LooseArena
 from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Transfer
@@ -82,8 +83,8 @@ class Executor:
             self.pool.forget()
             raise
         return MoveReport(
-            sent_bytes=plan.sent_bytes,
-            received_bytes=plan.received_bytes,
+            sent_bytes=run.sent_bytes,
+            received_bytes=run.received_bytes,
             copied_bytes=run.copied_bytes,
             peak_staging_bytes=run.peak_staging_bytes,
             peak_state_bytes=run.peak_state_bytes,
@@ -121,13 +122,16 @@ def sync(
     return report.sent_bytes
 
 
+Pairs = list[tuple[Tensor, Tensor]]  # a view of live storage, and its slot in a staging buffer
+
+
 @dataclass(eq=False, slots=True)
 class _Landing:
     """One operation in flight, and what to do when it is complete."""
 
     pending: Pending
     staging: Tensor | None
-    unpack: tuple[Transfer, ...]
+    unpack: Pairs
 
 
 @dataclass(eq=False)
@@ -137,10 +141,13 @@ class _Run:
     old: ShardState | None
     new: ShardState | None
     deadline: Deadline
+    sent_bytes: int = 0
+    received_bytes: int = 0
     copied_bytes: int = 0
     peak_staging_bytes: int = 0
     peak_state_bytes: int = 0
     _staging_bytes: int = 0
+    _wires: dict[int, torch.dtype] = field(default_factory=dict)
 
     def chunk(self, chunk: Chunk, *, bounded: bool) -> None:
         if bounded:
@@ -170,20 +177,21 @@ class _Run:
     def _launch(self, turn: Round) -> list[_Landing]:
         assert self.channel is not None, "a rank with messages is in the plan's ranks"
         operations: list[Operation] = []
-        rest: list[tuple[Tensor | None, tuple[Transfer, ...]]] = []
+        rest: list[tuple[Tensor | None, Pairs]] = []
         for message in turn.receives:
             for transfers, direct in _parts(message):
-                buffer, staging = self._buffer(transfers, direct)
+                buffer, staging, pairs = self._buffer(transfers, direct)
                 operations.append(Receive(message.peer, buffer))
-                rest.append((staging, transfers if staging is not None else ()))
+                rest.append((staging, pairs))
+                self.received_bytes += buffer.numel()
         for message in turn.sends:
             for transfers, direct in _parts(message):
-                buffer, staging = self._buffer(transfers, direct)
-                if staging is not None:
-                    for transfer, view in self._slots(transfers, staging):
-                        view.copy_(self._view(transfer))
+                buffer, staging, pairs = self._buffer(transfers, direct)
+                for live, slot in pairs:
+                    slot.copy_(live)
                 operations.append(Send(message.peer, buffer))
-                rest.append((staging, ()))
+                rest.append((staging, []))
+                self.sent_bytes += buffer.numel()
         pending = self.channel.post(operations)
         return [_Landing(p, staging, unpack) for p, (staging, unpack) in zip(pending, rest, strict=True)]
 
@@ -191,28 +199,33 @@ class _Run:
         for landing in landings:
             landing.pending.wait(self.deadline)
             if landing.staging is not None:
-                for transfer, view in self._slots(landing.unpack, landing.staging):
-                    self._view(transfer).copy_(view)
+                for live, slot in landing.unpack:
+                    live.copy_(slot)
                 self._staging_bytes -= landing.staging.numel()
                 self.pool.give(landing.staging)
 
-    def _buffer(self, transfers: tuple[Transfer, ...], direct: bool) -> tuple[Tensor, Tensor | None]:
+    def _buffer(self, transfers: tuple[Transfer, ...], direct: bool) -> tuple[Tensor, Tensor | None, Pairs]:
         """The bytes of an operation: live storage where one run of it serves, a staging buffer otherwise."""
-        if direct and transfers[0].zero_copy:
-            return self._view(transfers[0]).view(-1).view(torch.uint8), None
-        staging = self.pool.take(sum(transfer.num_bytes for transfer in transfers))
+        views = [(self._at(t.region, t.kind.name), self._wire(t.move)) for t in transfers]
+        if direct and transfers[0].region.contiguous and views[0][0].dtype == views[0][1]:
+            return views[0][0].view(-1).view(torch.uint8), None, []
+        staging = self.pool.take(sum(view.numel() * wire.itemsize for view, wire in views))
         self._staging_bytes += staging.numel()
         self.peak_staging_bytes = max(self.peak_staging_bytes, self._staging_bytes)
-        return staging, staging
-
-    def _slots(self, transfers: tuple[Transfer, ...], staging: Tensor) -> Iterable[tuple[Transfer, Tensor]]:
-        """Each transfer with its typed view of the staging buffer."""
+        pairs: Pairs = []
         at = 0
-        for transfer in transfers:
-            end = at + transfer.num_bytes
-            shape = [hi - lo for lo, hi in transfer.region.stored]
-            yield transfer, staging[at:end].view(TORCH_DTYPE[transfer.move.wire_dtype]).view(shape)
+        for view, wire in views:
+            end = at + view.numel() * wire.itemsize
+            pairs.append((view, staging[at:end].view(wire).view(view.shape)))
             at = end
+        return staging, staging, pairs
+
+    def _wire(self, move: KindMove) -> torch.dtype:
+        """The dtype on the wire; the plan keeps its few moves alive, so their identity is a key."""
+        found = self._wires.get(id(move))
+        if found is None:
+            found = self._wires[id(move)] = TORCH_DTYPE[move.wire_dtype]
+        return found
 
     def _copy(self, chunk: Chunk) -> None:
         for copy in chunk.copies:
@@ -221,13 +234,10 @@ class _Run:
             target.copy_(source)
             self.copied_bytes += target.numel() * target.element_size()
 
-    def _view(self, transfer: Transfer) -> Tensor:
-        return self._at(transfer.region, transfer.kind.name)
-
     def _at(self, region: Region, kind: str) -> Tensor:
         state = self.old if region.side == "old" else self.new
         assert state is not None, f"the plan names a region of a shard that is absent: {region}"
-        return state[kind].views[region.physical][tuple(slice(lo, hi) for lo, hi in region.stored)]
+        return state.arenas[kind].views[region.physical][tuple(slice(lo, hi) for lo, hi in region.stored)]
 
     def _note_state(self) -> None:
         states = {id(state): state for state in (self.old, self.new) if state is not None}
