@@ -42,6 +42,7 @@ def measure(name: str) -> dict[str, Any]:
         print(f"# {name}: DeepSpeed {time.monotonic() - start:.0f} s in all", flush=True)
     return {
         "wall_s": save_s + convert_s + load_s,
+        "best_s": save_s + convert_s + load_s,
         "megabytes": (2 * saved + 2 * universal) / 1e6,
         "remark": f"save {save_s:.1f}, convert {convert_s:.1f}, load {load_s:.1f} s",
     }
