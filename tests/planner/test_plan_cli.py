@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 import yaml
 from typer.testing import CliRunner, Result
 
+from nereus.cli.commands import COMMANDS
 from nereus.cli.plan import plan
 from nereus.config import PlanConfig
 from nereus.errors import ConfigError, Infeasible, ModelError, NereusError
@@ -21,6 +23,22 @@ from nereus.planner.calibration_store import System, save
 
 JOB = ["--model", "llama-3.1-8b", "--cluster", "2x8xH100", "--batch", "128", "--response-len", "512,1k,2k"]
 CHEAP = ["--runner-ups", "0"]
+
+
+def tiny_model(folder: Path) -> Path:
+    """A model folder that only the planner can use: a config and no weights."""
+    folder.mkdir()
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 176,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
 
 
 def run(*words: str) -> Result:
@@ -79,18 +97,7 @@ def test_comparison_that_does_not_fit_says_why() -> None:
 
 
 def test_fixed_choice_and_other_models_are_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    shape = {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 176,
-    }
-    (folder / "config.json").write_text(json.dumps(shape))
+    folder = tiny_model(tmp_path / "tiny")
     words = [
         *JOB,
         *CHEAP,
@@ -144,6 +151,19 @@ def test_sweep_writes_a_picture_and_lists_the_points(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     for value in ("1024", "1448", "2048", "2896", "4096"):
         assert value in result.output
+
+
+EXAMPLES = next(command.examples for command in COMMANDS if command.name == "plan")
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_examples_of_the_help_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model(tmp_path / "llama")
+    words = shlex.split(line.replace("1k..32k", "1k..2k"))
+    assert words[:2] == ["nereus", "plan"]
+    result = run(*words[2:])
+    assert result.exit_code == 0, result.exception
 
 
 def test_help_teaches_every_option() -> None:
