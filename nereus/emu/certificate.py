@@ -1,6 +1,6 @@
 """The certificate: a sequence in which all that is left can be done one by one within memory.
 
-Invariant I9 (safe state): once the running tasks are done, those not yet started can be carried out in the
+Invariant I13 (safe state): once the running tasks are done, those not yet started can be carried out in the
 order of a known sequence, none exceeding a bin's capacity. It holds at first, by search. Starting the head
 keeps it. Starting another task keeps it if, with that task's net addition in place, every task before it in
 the sequence still fits; later ones see the same memory as before. Ends of tasks only release. So when nothing
@@ -216,7 +216,7 @@ class Certificate:
             for place, amount in task.releases:
                 if place in level:
                     level[place] -= amount
-        raise AssertionError(f"I9: task {number} is not in its sequence")
+        raise AssertionError(f"I13: task {number} is not in its sequence")
 
     def _another(self, sequence: Sequence[int], number: int) -> list[int] | None:
         """Another sequence of the rest, were the task started now."""

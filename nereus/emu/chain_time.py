@@ -1,4 +1,4 @@
-"""How long a chain takes: exactly, by its reshard plan, or at most, by its largest shard.
+"""How long a chain takes: by its reshard plan, or roughly, by its largest shard.
 
 Chains of one shape, on whatever ranks, share one plan: a transition of a thousand GPUs has few shapes.
 """
@@ -18,8 +18,11 @@ from nereus.emu.unit import Unit
 Seconds = Callable[[Chain], float]
 
 
-def at_most(sizes: Sizes, topology: Topology) -> Seconds:
-    """An upper bound, without planning: the largest new shard over the slowest link that may be used."""
+def estimated(sizes: Sizes, topology: Topology) -> Seconds:
+    """Without a plan: the largest new shard over the slowest link that may be used, as if nothing were there.
+
+    The receivers' bound when they hold nothing of it; senders are no slower, since plans relay and balance.
+    """
 
     def seconds(chain: Chain) -> float:
         if not chain.makes:

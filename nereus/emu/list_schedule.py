@@ -109,7 +109,7 @@ def _unfold(
             start[number], end[number] = now, now + task.seconds
             heapq.heappush(running, (end[number], number))
         waiting = held
-        assert running, f"I9: {len(waiting)} tasks wait and none runs"
+        assert running, f"I13: {len(waiting)} tasks wait and none runs"
         now = running[0][0]
         while running and running[0][0] == now:
             _, number = heapq.heappop(running)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nereus.emu.chain_time import Seconds, at_most
+from nereus.emu.chain_time import Seconds, estimated
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
 from nereus.emu.list_schedule import Timeline, shortest
@@ -84,12 +84,12 @@ def schedule(
     *,
     tries: int | None = None,
 ) -> Schedule:
-    """Schedule a graph; `seconds` times its chains, by default from above by their largest shards.
+    """Schedule a graph; `seconds` times its chains, by default roughly, by their largest shards.
 
     Deterministic. Up to 64 chains `tries` orders are compared, beyond that one is taken. Raises Infeasible
     when the target exceeds a rank's memory, or a host's where old shards must go there.
     """
-    problem = problem_of(graph, sizes, room, seconds or at_most(sizes, topology))
+    problem = problem_of(graph, sizes, room, seconds or estimated(sizes, topology))
     problem, sequences = with_spills(problem, graph, room, topology)
     timeline = shortest(problem, sequences, tries=tries)
     tasks = problem.tasks

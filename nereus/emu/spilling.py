@@ -54,7 +54,7 @@ def _cheapest(
         if problem.tasks[number].spill is None
         for place, amount in problem.tasks[number].releases
     )
-    assert choices, "I9: with all old shards on the host every order fits"
+    assert choices, "I13: with all old shards on the host every order fits"
     for _, number, place in choices:
         changed = problem.with_spill(number, place, _units(problem, graph, number, place), room)
         if find_sequence(changed, [*members, len(problem.tasks)], changed.used, attempts=4) is not None:
