@@ -55,6 +55,7 @@ class Cluster:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._busy_s: dict[str, float] = {}
+        self._halted = threading.Event()
         self.stop = stop
         self.coordinator = Coordinator(StoreRecord(store.client))
         self._epoch = 0
@@ -128,7 +129,7 @@ class Cluster:
         """Wait for submitted calls; the first failure is raised at once, without waiting for the others."""
         waiting, results, busy_s = list(pending), {}, 0.0
         while waiting:
-            if self.stop.is_set():
+            if self.stop.is_set() or self._halted.is_set():
                 raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
             for ref in ready:
@@ -137,6 +138,26 @@ class Cluster:
         with self._lock:
             self._busy_s[what] = self._busy_s.get(what, 0.0) + busy_s
         return results
+
+    def halt(self) -> None:
+        """End all waits, because a stage failed or a stop is on its way; `reap` lifts it."""
+        self._halted.set()
+
+    def reap(self, *, timeout_s: float) -> frozenset[Rank]:
+        """Find out who is alive after a failure; returns the ranks that are gone, and forgets them.
+
+        A worker that gives no answer in `timeout_s` hangs: it is ended and counts as gone.
+        """
+        self._halted.clear()
+        asked = self.submit(dict.fromkeys(self.ranks, Call("ping")))
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        gone = {asked[ref] for ref in answered if not _answers(ref)}
+        for ref in silent:
+            ray.kill(self._actors[asked[ref]])
+            gone.add(asked[ref])
+        for rank in gone:
+            del self._actors[rank]
+        return frozenset(gone)
 
     def take_busy_s(self) -> dict[str, float]:
         """Seconds of the busiest worker by kind of work, since this was last asked."""
@@ -156,6 +177,14 @@ class Cluster:
         self._store.close()
         if self._owns_ray:
             ray.shutdown()
+
+
+def _answers(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except RayActorError:
+        return False
+    return True
 
 
 def _value(ref: Any, rank: Rank, what: str) -> Any:

@@ -55,10 +55,24 @@ class Worker:
         self._syncs: dict[str, RankPlan] = {}
 
     def call(self, method: str, *arguments: object) -> tuple[object, float]:
-        """Run a method by name; returns its result and the seconds it took here."""
+        """Run a method by name; returns its result and the seconds it took here.
+
+        A worker in which it raises leaves the world, so that peers that wait for it in a collective learn of
+        it at once and not at the deadline; they then raise and leave, too.
+        """
         started = time.perf_counter()
-        result = getattr(self, method)(*arguments)
+        try:
+            result = getattr(self, method)(*arguments)
+        except Exception:
+            self._leave(broken=True)
+            raise
         return result, time.perf_counter() - started
+
+    def _leave(self, *, broken: bool = False) -> None:
+        if self._generation is not None:
+            generation, self._generation = self._generation, None
+            self.participant.executor.transport.close(generation.number, broken=broken)
+            generation.leave(broken=broken)
 
     def ping(self) -> int:
         """This process's id; returns once the worker is ready."""
@@ -66,9 +80,7 @@ class Worker:
 
     def join(self, address: StoreAddress, number: int, workers: Sequence[Rank], timeout_s: float) -> None:
         """Enter a generation of the world; collective over `workers`."""
-        if self._generation is not None:
-            self.participant.executor.transport.close(self._generation.number)
-            self._generation.leave()
+        self._leave()
         self._generation = Generation.join(
             address,
             number=number,

@@ -15,7 +15,8 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
-from nereus.flows.step import MAX_CONCURRENT, tracked_step
+from nereus.flows.recovery import surviving_step
+from nereus.flows.step import MAX_CONCURRENT
 from nereus.flows.tracking import level
 from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
@@ -71,7 +72,7 @@ def run_steps(job: Job) -> None:
     last_step_s: float | None = None
     while job.state.step < config.steps:
         follow_plan(job)
-        record = tracked_step(job, level(config.tracking, last_step_s))
+        record = surviving_step(job, level(config.tracking, last_step_s))
         job.finish_step(record)
         last_step_s = record.step_s
         every = config.checkpoint.every_steps

@@ -17,7 +17,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
 from nereus.flows.current import current_job, subflow_of
-from nereus.flows.tracking import Calls, PlainCalls, TaskRuns
+from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
 from nereus.tasks.generate import generate
@@ -28,6 +28,7 @@ from nereus.tasks.observe import observe
 from nereus.tasks.publish import publish
 from nereus.tasks.rates import learning_rate
 from nereus.tasks.score import score_reference, score_rewards, score_values
+from nereus.tasks.stages import CRITIC, TRAINING
 
 MAX_CONCURRENT = 8
 
@@ -41,7 +42,7 @@ def run_step(job: Job, calls: Calls) -> StepRecord:
     try:
         return _run_stages(job, calls)
     except BaseException:
-        job.cluster.stop.set()
+        job.cluster.halt()
         raise
 
 
@@ -49,14 +50,19 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     started = time.perf_counter()
     job.begin_step()
     config, step = job.config, job.state.step
+    ppo = config.algorithm if config.algorithm.kind == "ppo" else None
     sample_ids, cursor = job.prepared.order.take(job.state.cursor, config.batch.prompts)
     prompts = job.prepared.prompts.prompts(sample_ids)
 
-    rollouts = calls.start(generate, job, prompts).result()
+    once = Once(job.done, calls)
 
-    scoring = calls.start(score_rewards, job, prompts, rollouts)
-    reference = calls.start(score_reference, job, rollouts.batch) if config.algorithm.kl else None
-    critic = calls.start(score_values, job, rollouts.batch) if config.algorithm.kind == "ppo" else None
+    rollouts = once.start("generate", generate, job, prompts).result()
+
+    scoring = once.start("rewards", score_rewards, job, prompts, rollouts)
+    reference = once.start("reference", score_reference, job, rollouts.batch) if config.algorithm.kl else None
+    critic = (
+        once.start("values", score_values, job, rollouts.batch) if config.algorithm.kind == "ppo" else None
+    )
     rewards = scoring.result()
     reference_bt = None if reference is None else reference.result()
     values_bt = None if critic is None else critic.result()
@@ -65,22 +71,18 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
         batch = estimate(config, rollouts, rewards.values_b, reference_bt, values_bt)
 
     trained: dict[str, TrainMetrics] = {}
-    if config.algorithm.kind == "ppo":
-        rate = learning_rate(config, "critic", step)
-        loss = value_loss_of(config.algorithm)
-        trained["critic.training"] = calls.start(learn, job, "critic.training", batch, loss, rate).result()
-    if config.algorithm.kind != "ppo" or step >= config.algorithm.critic_warmup_steps:
-        rate = learning_rate(config, "actor", step)
-        loss_of_policy = policy_loss_of(config)
-        trained["actor.training"] = calls.start(
-            learn, job, "actor.training", batch, loss_of_policy, rate
-        ).result()
-        calls.start(publish, job).result()
+    if ppo:
+        rate, loss = learning_rate(config, "critic", step), value_loss_of(ppo)
+        trained[CRITIC] = once.start("critic", learn, job, CRITIC, batch, loss, rate).result()
+    if ppo is None or step >= ppo.critic_warmup_steps:
+        rate, objective = learning_rate(config, "actor", step), policy_loss_of(config)
+        trained[TRAINING] = once.start("actor", learn, job, TRAINING, batch, objective, rate).result()
+        once.start("publish", publish, job).result()
 
     job.state = replace(
         job.state,
         step=step + 1,
-        policy_version=job.state.policy_version + ("actor.training" in trained),
+        policy_version=job.state.policy_version + (TRAINING in trained),
         cursor=cursor,
     )
     return observe(job, rollouts, rewards, trained, time.perf_counter() - started)

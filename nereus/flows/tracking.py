@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from prefect import Task
 
@@ -77,3 +77,31 @@ class PlainCalls:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(wait=True)
+
+
+class Once:
+    """Starts a stage of a step unless an earlier try of that step completed it: then its result is at
+    hand.
+    """
+
+    def __init__(self, done: dict[str, Any], calls: Calls) -> None:
+        self._done, self._calls = done, calls
+
+    def start(self, name: str, stage: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """The result under `name`, or that of the stage, which is kept once it was waited for."""
+        if name in self._done:
+            return _Kept(self._done, name)
+        return _Kept(self._done, name, self._calls.start(stage, *args, **kwargs))
+
+
+class _Kept(Generic[R]):
+    """A result that is kept under a name from when it is known."""
+
+    def __init__(self, done: dict[str, Any], name: str, future: Future[R] | None = None) -> None:
+        self._done, self._name, self._future = done, name, future
+
+    def result(self) -> R:
+        if self._future is not None:
+            self._done[self._name] = self._future.result()
+        kept: R = self._done[self._name]
+        return kept

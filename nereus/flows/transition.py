@@ -13,12 +13,8 @@ from nereus.emu.decision import Decision
 from nereus.flows.current import current_job, subflow_of
 from nereus.record.transitions import TransitionRecord, append_transition
 from nereus.tasks.job import Job
-from nereus.tasks.transition import (
-    decide_and_apply,
-    move_and_vote,
-    plan_transition,
-    rebuild,
-)
+from nereus.tasks.survive import on_survivors
+from nereus.tasks.transition import Transition, decide_and_apply, move_and_vote, plan_transition, rebuild
 
 
 def follow_plan(job: Job) -> None:
@@ -37,16 +33,30 @@ def follow_plan(job: Job) -> None:
 def transition_flow(step: int) -> Decision:
     """Move the job to the plan of `step`, between two steps."""
     job = current_job()
-    started = time.perf_counter()
     then = job.prepared.stages_at(step)
-    transition = plan_transition(job.stages, then)
+    if absent := {rank for spec in then.values() for rank in spec.ranks} - set(job.cluster.ranks):
+        job.listener.on_message(f"the plan of step {step} names workers {sorted(absent)}, which are gone")
+        then = on_survivors(then, job.cluster.ranks)
+    decision = carry_out(job, plan_transition(job.stages, then))
+    if decision.commits:
+        job.planned = job.prepared.stages_at(step)
+    return decision
+
+
+def carry_out(job: Job, transition: Transition) -> Decision:
+    """Run a planned transition in the current flow run and record it.
+
+    An abort leaves the job under its old plan. Raises what a worker raised when a step after the decision
+    failed.
+    """
+    started = time.perf_counter()
+    step, before = job.state.step, job.stages
     job.listener.on_message(f"before step {step}: {transition.text}")
     epoch = job.cluster.next_epoch()
     votes = move_and_vote.submit(job, transition, epoch).result()
     decision = decide_and_apply.submit(job, transition, epoch, votes).result()
     if decision.commits:
         rebuild.submit(job, transition).result()
-        job.planned = then
     append_transition(
         job.config.run_folder,
         TransitionRecord(
@@ -57,7 +67,7 @@ def transition_flow(step: int) -> Decision:
             seconds=time.perf_counter() - started,
             bytes=transition.bytes,
             lower_bound=transition.lower_bound,
-            before={name: spec.text for name, spec in job.stages.items()},
+            before={name: spec.text for name, spec in before.items()},
             after={name: spec.text for name, spec in transition.stages.items()},
         ),
     )

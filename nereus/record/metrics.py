@@ -94,6 +94,10 @@ class MetricsLog:
         """Open for the steps from `first_step` on: earlier records stay, the others are dropped."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        folder = self.path.parent
         self.records = truncate_records(self.path, first_step)
         """Every record of the run so far, in order."""
         self._file = self.path.open("a", encoding="utf-8")
@@ -120,6 +124,11 @@ class MetricsLog:
             self._board.add_text("plan", lines, record.step)
             self._plan = record.plan
         self._board.flush()
+
+    def rewind(self, first_step: int) -> None:
+        """Go back to a step: the records at or beyond it are dropped, and it is written next."""
+        self.close()
+        self._open(first_step)
 
     def close(self) -> None:
         """Close both files; the log takes no further records."""

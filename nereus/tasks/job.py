@@ -19,10 +19,11 @@ import torch
 from nereus.config import CampaignConfig
 from nereus.data.order import Cursor
 from nereus.emu.checkpoint.folder import step_folder
+from nereus.emu.checkpoint.source import Checkpoint
 from nereus.emu.cluster import Call, Cluster
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import RankPlan
-from nereus.emu.stage import StageSpec
+from nereus.emu.stage import FromCheckpoint, StageSpec
 from nereus.record.listener import Listener, current_listener
 from nereus.record.metrics import MetricsLog
 from nereus.record.step import StepRecord
@@ -59,8 +60,16 @@ class Job:
     state: CampaignState
     planned: Mapping[str, StageSpec]
     """The model-stages as the plan in force names them; `stages` has the ranks that were chosen."""
+    adam_steps: dict[str, int]
+    """Optimizer steps that each trained model-stage had taken when the last stage completed."""
     checkpoint: Path | None = None
     stage_s: dict[str, float] = field(default_factory=dict)
+    done: dict[str, object] = field(default_factory=dict)
+    """Results of the stages that this step has completed: a step that is tried again does not repeat them."""
+    tried: int = -1
+    """The step that was tried last."""
+    again: bool = False
+    """Whether this is another try of it."""
 
     @property
     def config(self) -> CampaignConfig:
@@ -78,8 +87,13 @@ class Job:
         return self.checkpoint == step_folder(self.checkpoints, self.state.step)
 
     def begin_step(self) -> None:
-        """Forget the last step's durations."""
+        """Forget the last step's durations and results, unless this is another try of the same step."""
+        self.again = self.tried == self.state.step
+        if self.again:
+            return
+        self.tried = self.state.step
         self.stage_s.clear()
+        self.done.clear()
         self.cluster.take_busy_s()
 
     @contextmanager
@@ -106,11 +120,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
     """
     config = prepared.config
     checkpoint = find_checkpoint(prepared, resume=resume)
-    control = None if checkpoint is None else checkpoint.control
-    state = CampaignState()
-    if control is not None:
-        cursor = Cursor(epoch=control.epoch, position=control.position)
-        state = CampaignState(step=control.step, policy_version=control.policy_version, cursor=cursor)
+    state = restored_state(checkpoint)
     planned = prepared.stages_at(state.step)
     stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
     stop = threading.Event()
@@ -141,8 +151,27 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             log=log,
             listener=listener,
             state=state,
+            adam_steps=counted_steps(stages),
             checkpoint=None if checkpoint is None else checkpoint.path,
         )
+
+
+def restored_state(checkpoint: Checkpoint | None) -> CampaignState:
+    """The logical state that a checkpoint holds; the first one without a checkpoint."""
+    if checkpoint is None:
+        return CampaignState()
+    control = checkpoint.control
+    cursor = Cursor(epoch=control.epoch, position=control.position)
+    return CampaignState(step=control.step, policy_version=control.policy_version, cursor=cursor)
+
+
+def counted_steps(stages: Mapping[str, StageSpec]) -> dict[str, int]:
+    """Optimizer steps that each trained model-stage has taken where it is filled from."""
+    return {
+        spec.name: spec.origin.step_count if isinstance(spec.origin, FromCheckpoint) else 0
+        for spec in stages.values()
+        if spec.role == "training"
+    }
 
 
 def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank, RankPlan] | None:

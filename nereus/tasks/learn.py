@@ -13,6 +13,7 @@ from nereus.emu.batch import TrainBatch, TrainMetrics
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
 from nereus.emu.loss import Loss
+from nereus.tasks.counters import step_counts
 from nereus.tasks.job import Job
 from nereus.tasks.micro_batches import cut_batch, deal_rows
 
@@ -22,14 +23,29 @@ def learn(job: Job, stage: str, batch: TrainBatch, loss: Loss, learning_rate: fl
     """Take `batch.epochs x batch.mini_batches` optimizer steps; returns their mean metrics.
 
     Mini-batches are cut in the rows' order, shuffled by the campaign's seed when there is more than one.
+    Optimizer steps that an earlier try of this stage had applied before a worker died are not applied again;
+    the metrics are then those of the others.
     """
+    parts = [
+        rows
+        for epoch in range(job.config.batch.epochs)
+        for rows in mini_batches(job, batch.batch.num_rows, epoch)
+    ]
     with job.stage(f"learn {stage}"):
+        applied = 0
+        if job.again:
+            applied = max(step_counts(job, job.stages[stage]).values()) - job.adam_steps[stage]
         metrics = [
-            _optimizer_step(job, stage, batch.select(rows), loss, learning_rate)
-            for epoch in range(job.config.batch.epochs)
-            for rows in mini_batches(job, batch.batch.num_rows, epoch)
+            _optimizer_step(job, stage, batch.select(rows), loss, learning_rate) for rows in parts[applied:]
         ]
-    return mean_metrics(metrics)
+    job.adam_steps[stage] += len(parts)
+    return mean_metrics(metrics) if metrics else _unknown(learning_rate)
+
+
+def _unknown(learning_rate: float) -> TrainMetrics:
+    """The metrics of steps that were applied by workers whose reports were lost."""
+    nan = float("nan")
+    return TrainMetrics(loss=nan, gradient_norm=nan, learning_rate=learning_rate, stats={}, seconds={})
 
 
 def mini_batches(job: Job, num_rows: int, epoch: int) -> tuple[torch.Tensor, ...]:

@@ -22,6 +22,14 @@ def checkpoints_folder(config: CampaignConfig) -> Path:
     return config.run_folder / "checkpoints"
 
 
+def newest_checkpoint(config: CampaignConfig) -> Checkpoint | None:
+    """The newest checkpoint of the run, verified; None without one. Raises CheckpointError when it is
+    damaged.
+    """
+    path = latest(checkpoints_folder(config), checksums=False)
+    return None if path is None else open_checkpoint(path)
+
+
 def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
     """The checkpoint to continue from, None for a fresh run.
 
@@ -29,8 +37,8 @@ def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
     fresh run finds one in its way.
     """
     root = checkpoints_folder(prepared.config)
-    path = latest(root)
-    if path is None:
+    checkpoint = newest_checkpoint(prepared.config)
+    if checkpoint is None:
         if resume:
             raise CheckpointError(
                 explain(
@@ -45,17 +53,16 @@ def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
         raise CheckpointError(
             explain(
                 "cannot start a new run here",
-                values=f"{path} is a checkpoint of an earlier run",
+                values=f"{checkpoint.path} is a checkpoint of an earlier run",
                 rule="a run never overwrites another's state",
                 remedy="continue it with --resume, choose another name=, or delete the folder",
             )
         )
     abandon(root)
-    checkpoint = open_checkpoint(path)
     if (found := checkpoint.control.config_digest) != prepared.digest:
         raise CheckpointError(
             explain(
-                f"cannot resume from {path}",
+                f"cannot resume from {checkpoint.path}",
                 values=f"its data has digest {found[:12]}, the config's {prepared.digest[:12]}",
                 rule="a position in the data means something only for the same prompts, order and seed",
                 remedy="restore these settings, or start a new run from its final model",

@@ -26,6 +26,7 @@ from nereus.emu.transaction import Order
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import WorkerLost
 from nereus.tasks.control import control_record
+from nereus.tasks.counters import adam_steps
 from nereus.tasks.job import Job, build_stages
 from nereus.tasks.stages import GENERATION, TRAINING
 
@@ -66,19 +67,25 @@ class Transition:
         )
 
 
-def plan_transition(now: Mapping[str, StageSpec], then: Mapping[str, StageSpec]) -> Transition:
+def plan_transition(
+    now: Mapping[str, StageSpec], then: Mapping[str, StageSpec], *, lost: frozenset[Rank] = frozenset()
+) -> Transition:
     """Plan the change. Ranks of new units are permuted among themselves where that moves fewer bytes.
 
+    What the ranks in `lost` hold is no source: they died, or their state is stale.
     Raises NoSource or InvalidOperation when the state cannot be moved; nothing has happened then.
     """
     plans: dict[str, ReshardPlan] = {}
     stages: dict[str, StageSpec] = {}
     for name, spec in then.items():
-        if name == GENERATION or spec.units == now[name].units:
+        untouched = spec.units == now[name].units and not lost & set(spec.ranks)
+        if name == GENERATION or untouched:
             stages[name] = spec
             continue
         kinds = (training_kinds if spec.role == "training" else serving_kinds)(spec.model.dtype)
-        plan = plan_reshard(decoder_spec(spec.model), _units(now[name], kinds), _units(spec, kinds))
+        plan = plan_reshard(
+            decoder_spec(spec.model), _units(now[name], kinds), _units(spec, kinds), lost=lost
+        )
         plans[name] = plan
         stages[name] = replace(spec, units=tuple(unit.layout for unit in plan.new))
     generation = stages[GENERATION]
@@ -140,12 +147,3 @@ def rebuild(job: Job, transition: Transition) -> None:
         job.cluster.join()
         job.weight_sync = build_stages(job.cluster, stages)
         job.stages = stages
-
-
-def adam_steps(job: Job) -> dict[str, int]:
-    """Optimizer steps taken so far by every model-stage that is trained."""
-    calls = {spec.name: spec.ranks[0] for spec in job.stages.values() if spec.role == "training"}
-    return {
-        name: job.cluster.run({rank: Call("step_count", (name,))}, what="read counters")[rank]
-        for name, rank in calls.items()
-    }

@@ -1,0 +1,35 @@
+"""How many optimizer steps the live workers have taken."""
+
+from __future__ import annotations
+
+from nereus.emu.cluster import Call
+from nereus.emu.layout import Rank
+from nereus.emu.stage import StageSpec
+from nereus.tasks.job import Job
+
+
+def step_counts(job: Job, spec: StageSpec) -> dict[Rank, int]:
+    """Optimizer steps that each live rank of a model-stage has taken."""
+    live = [rank for rank in spec.ranks if rank in job.cluster.ranks]
+    return job.cluster.run(dict.fromkeys(live, Call("step_count", (spec.name,))), what="read counters")
+
+
+def adam_steps(job: Job) -> dict[str, int]:
+    """The newest count of every model-stage that is trained."""
+    trained = [spec for spec in job.stages.values() if spec.role == "training"]
+    return {spec.name: max(step_counts(job, spec).values(), default=0) for spec in trained}
+
+
+def stale_ranks(job: Job) -> frozenset[Rank]:
+    """Live ranks that missed an optimizer step which others took before a failure.
+
+    A death inside the last collective of a step can let one unit finish it and another not. The further state
+    is the one to keep: its gradient was complete.
+    """
+    stale: set[Rank] = set()
+    for spec in job.stages.values():
+        if spec.role == "training":
+            counts = step_counts(job, spec)
+            newest = max(counts.values(), default=0)
+            stale |= {rank for rank, count in counts.items() if count < newest}
+    return frozenset(stale)

@@ -1,0 +1,61 @@
+"""The model-stages on the GPUs that are left: the smallest change of a plan that lost some. Pure.
+
+Units that lost nobody stay as they are; others are made again from the ranks that are free, as many as fit.
+Where not even one unit of the old size fits, the largest smaller layout is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nereus.emu.decoder import decoder_spec
+from nereus.emu.layout import Layout, Rank
+from nereus.emu.stage import StageSpec
+from nereus.emu.tensor import ModelSpec
+from nereus.errors import Infeasible, InvalidLayout, explain
+from nereus.tasks.stages import GENERATION, TRAINING
+
+
+def on_survivors(stages: Mapping[str, StageSpec], alive: tuple[Rank, ...]) -> dict[str, StageSpec]:
+    """The stages with all units on `alive`. Raises Infeasible when nobody is left."""
+    if not alive:
+        raise Infeasible(
+            explain("cannot go on", values="no worker is left", remedy="run again with --resume")
+        )
+    out = {
+        name: replace(spec, units=surviving_units(decoder_spec(spec.model), spec.units, alive))
+        for name, spec in stages.items()
+    }
+    if out[GENERATION].shares is not None:
+        out[GENERATION] = replace(out[GENERATION], units=out[TRAINING].units)
+    return out
+
+
+def surviving_units(
+    model: ModelSpec, units: tuple[Layout, ...], alive: tuple[Rank, ...]
+) -> tuple[Layout, ...]:
+    """Whole units, then new ones of the same size on the other ranks, at most as many as before."""
+    whole = [unit for unit in units if set(unit.ranks) <= set(alive)]
+    free = [rank for rank in alive if not any(rank in unit.ranks for unit in whole)]
+    size = units[0].world_size
+    while len(whole) < len(units) and len(free) >= size:
+        whole.append(units[0].with_ranks(tuple(free[:size])))
+        free = free[size:]
+    return tuple(whole) or (_largest(model, units[0], alive),)
+
+
+def _largest(model: ModelSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:
+    """The largest layout of one unit on `alive`, with as much of the old tensor parallelism as possible."""
+    sizes = [
+        (tp, pp)
+        for tp in range(1, unit.tp + 1)
+        for pp in range(1, model.num_layers + 1)
+        if tp * pp <= min(len(alive), unit.world_size)
+    ]
+    for tp, pp in sorted(sizes, key=lambda size: (-size[0] * size[1], -size[0])):
+        try:
+            return Layout.make(model, tp=tp, pp=pp, ranks=alive[: tp * pp])
+        except InvalidLayout:
+            continue  # the heads forbid this tp
+    raise AssertionError("one rank can hold every model")
