@@ -114,6 +114,24 @@ def test_upper_limit_excludes_plans_that_are_not_shorter() -> None:
     assert again.step_s == best.step_s
 
 
+def test_more_gpus_or_more_memory_never_make_a_plan_longer() -> None:
+    feasible = 0
+    for seed in range(40):
+        problem = random_problem(seed)
+        best = solve(problem)
+        for gpus, memory in ((2, 1.0), (1, 1.2)):
+            pools = tuple(
+                replace(pool, num_gpus=pool.num_gpus * gpus, limit_bytes=pool.limit_bytes * memory)
+                for pool in problem.pools
+            )
+            roomy = solve(replace(problem, pools=pools))
+            if best is not None:
+                feasible += 1
+                assert roomy is not None
+                assert roomy.step_s <= best.step_s * (1 + 1e-12)
+    assert feasible > 20
+
+
 def test_order_of_candidates_does_not_change_the_optimum() -> None:
     problem = random_problem(FEASIBLE)
     rng = np.random.default_rng(0)
