@@ -24,12 +24,13 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
     The receivers' bound when they hold nothing of it; senders are no slower, since plans relay and balance.
     """
 
+    nodes = [frozenset(ranks) for ranks in topology.nodes]
+
     def seconds(chain: Chain) -> float:
         if not chain.makes:
             return 0.0
-        units = (*chain.reads, *chain.makes)
-        near = len({topology.node_of(unit.layout.ranks[0]) for unit in units}) == 1
-        near = near and len({topology.node_of(rank) for unit in units for rank in unit.layout.ranks}) == 1
+        home = nodes[topology.node_of(chain.makes[0].layout.ranks[0])]
+        near = all(home.issuperset(unit.layout.ranks) for unit in (*chain.makes, *chain.reads))
         link = topology.node if near else topology.network
         return max(max(sizes(unit)) for unit in chain.makes) / link.bytes_per_s + link.latency_s
 

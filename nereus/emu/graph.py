@@ -47,11 +47,15 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One operation. `chain` numbers the chain that carries its bytes; a spill serves the chain it names."""
+    """One operation. `chain` numbers the chain that carries its bytes; a spill serves the chain it names.
+
+    All bytes of a chain move in the node that `leads` it; the others say what has thereby happened.
+    """
 
     id: str
     chain: int
     operation: Operation | Spill
+    leads: bool
 
     @property
     def kind(self) -> str:
@@ -106,11 +110,11 @@ class TransitionGraph:
     def nodes(self) -> tuple[Node, ...]:
         """Spills, then all operations, chain by chain."""
         spills = (
-            Node(id=name, chain=chain, operation=spill)
+            Node(id=name, chain=chain, operation=spill, leads=False)
             for name, (chain, spill) in zip(self._spill_ids, self.spills, strict=True)
         )
         operations = (
-            Node(id=_node_id(chain, at), chain=number, operation=operation)
+            Node(id=_node_id(chain, at), chain=number, operation=operation, leads=at == 0)
             for number, chain in enumerate(self.chains)
             for at, operation in enumerate(chain.operations)
         )

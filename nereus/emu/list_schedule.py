@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus.emu.certificate import Certificate, components
+from nereus.emu.certificate import Certificate
 from nereus.emu.schedule_problem import Problem, RankMask
 
 LARGE = 64  # above that many tasks one order of preference is tried
@@ -39,18 +39,17 @@ def shortest(problem: Problem, sequences: Sequence[Sequence[int]], *, tries: int
     tasks = problem.tasks
     if tries is None:
         tries = TRIES if len(tasks) <= LARGE else 1
-    groups = components(problem) if sequences else ()
     work = _link_work(problem)
     paths = _longest_paths(problem) if any(task.after for task in tasks) else ()
     bound = max((*work, *paths), default=0.0)
     order = sorted(range(len(tasks)), key=lambda i: (-work[i], -tasks[i].seconds, i))
-    best, best_order = _unfold(problem, groups, sequences, order), order
+    best, best_order = _unfold(problem, sequences, order), order
     draw = random.Random(len(tasks))
     for other in _orders(problem, sequences, tries):
         if best.makespan_s <= bound * (1 + 1e-9):
             break
         candidate = _moved(best_order, draw) if other is None else other
-        found = _unfold(problem, groups, sequences, candidate)
+        found = _unfold(problem, sequences, candidate)
         if found.makespan_s <= best.makespan_s:
             best, best_order = found, candidate
     return best
@@ -75,15 +74,10 @@ def _moved(order: Sequence[int], draw: random.Random) -> list[int]:
     return out
 
 
-def _unfold(
-    problem: Problem,
-    groups: Sequence[Sequence[int]],
-    sequences: Sequence[Sequence[int]],
-    order: Sequence[int],
-) -> Timeline:
+def _unfold(problem: Problem, sequences: Sequence[Sequence[int]], order: Sequence[int]) -> Timeline:
     """Play the events forward."""
     tasks, cap = problem.tasks, problem.cap
-    certificate = Certificate(problem, groups, sequences)
+    certificate = Certificate(problem, sequences)
     used = list(problem.used)
     start, end = [0.0] * len(tasks), [0.0] * len(tasks)
     waiting, ended = list(order), [False] * len(tasks)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 
+from nereus.emu.kinds import Kinds
 from nereus.emu.partition import classes_of
 from nereus.emu.tensor import ModelSpec, box_size
 from nereus.emu.unit import Unit
@@ -16,10 +17,16 @@ Sizes = Callable[[Unit], tuple[int, ...]]
 
 def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:
     """Sizes of units of these models. Equal to what `shard` lists, without listing it."""
+    known: dict[tuple[str, int, tuple[int, ...]], tuple[Kinds, tuple[int, ...]]] = {}
 
     def sizes(unit: Unit) -> tuple[int, ...]:
         layout = unit.layout
-        return _sizes(models[unit.model], layout.tp, layout.layers, unit.bytes_per_element)
+        key = (unit.id.model_stage, layout.tp, layout.layers)
+        found = known.get(key)
+        if found is None or not (found[0] is unit.kinds or found[0] == unit.kinds):
+            amounts = _sizes(models[unit.model], layout.tp, layout.layers, unit.bytes_per_element)
+            found = known[key] = (unit.kinds, amounts)
+        return found[1]
 
     return sizes
 

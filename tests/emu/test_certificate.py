@@ -84,7 +84,7 @@ def test_i13_every_admitted_start_leaves_an_order_for_the_rest(
     sequences = [find_sequence(problem, group, problem.used) for group in groups]
     if any(sequence is None for sequence in sequences):
         return
-    certificate = Certificate(problem, groups, [sequence for sequence in sequences if sequence is not None])
+    certificate = Certificate(problem, [sequence for sequence in sequences if sequence is not None])
     used, waiting, running = list(problem.used), list(range(10)), list[int]()
     while waiting or running:
         draw.shuffle(waiting)
@@ -146,8 +146,8 @@ def test_a_greedy_start_that_would_end_in_a_dead_end_is_not_admitted() -> None:
     problem = Problem(tasks=(swap, back, late), bins=((0,), (1,)), used=(3, 3), cap=(4, 4))
     sequence = find_sequence(problem, (0, 1, 2), problem.used)
     assert sequence == [0, 1, 2]
-    assert not Certificate(problem, components(problem), [sequence]).admits(2)
-    assert Certificate(problem, components(problem), [sequence]).admits(0)
+    assert not Certificate(problem, [sequence]).admits(2)
+    assert Certificate(problem, [sequence]).admits(0)
 
 
 def test_tasks_that_share_no_memory_are_searched_apart() -> None:
@@ -157,9 +157,7 @@ def test_tasks_that_share_no_memory_are_searched_apart() -> None:
 
 
 def test_a_large_group_is_sequenced_without_deep_recursion() -> None:
-    tasks = tuple(
-        Task(chain=n, seconds=1.0, acquires=((n, 1),), releases=((n + 1, 1),)) for n in range(1500)
-    )
+    tasks = tuple(Task(chain=n, seconds=1.0, acquires=((n, 1),), releases=((n + 1, 1),)) for n in range(1500))
     used = (0, *([1] * 1500))
     problem = Problem(tasks=tasks, bins=tuple((n,) for n in range(1501)), used=used, cap=(1,) * 1501)
     assert find_sequence(problem, range(1500), problem.used) == list(range(1500))

@@ -270,6 +270,7 @@ def test_predecessors_are_what_a_flow_waits_for() -> None:
     graph = build_graph(before, target)
     extend, merge = graph.order
     assert (extend.kind, merge.kind) == ("extend", "merge")
+    assert (extend.leads, merge.leads) == (True, False)
     assert graph.predecessors(merge.id) == (extend.id,)
     assert graph.node(merge.id) == merge
     with pytest.raises(KeyError):
