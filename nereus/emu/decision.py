@@ -90,6 +90,11 @@ class MemoryRecord:
         return self._decisions.get(epoch)
 
 
+def decision_key(epoch: int) -> str:
+    """Where the store keeps the decision of an epoch. A worker that still connects for it may give up."""
+    return f"decision/{epoch}"
+
+
 @dataclass(eq=False)
 class StoreRecord:
     """In the driver's store: fast to reach for every worker; lives as long as the driver."""
@@ -99,7 +104,7 @@ class StoreRecord:
     def decide(self, decision: Decision) -> Decision:
         """See DecisionRecord."""
         try:
-            stands = self.store.compare_set(f"decision/{decision.epoch}", "", decision.to_json())
+            stands = self.store.compare_set(decision_key(decision.epoch), "", decision.to_json())
         except (DistNetworkError, DistStoreError) as error:
             raise _unreachable("the driver's store", decision.epoch, error) from error
         return Decision.from_json(stands.decode())
@@ -107,9 +112,9 @@ class StoreRecord:
     def read(self, epoch: int) -> Decision | None:
         """See DecisionRecord."""
         try:
-            if not self.store.check([f"decision/{epoch}"]):
+            if not self.store.check([decision_key(epoch)]):
                 return None
-            return Decision.from_json(self.store.get(f"decision/{epoch}").decode())
+            return Decision.from_json(self.store.get(decision_key(epoch)).decode())
         except (DistNetworkError, DistStoreError) as error:
             raise _unreachable("the driver's store", epoch, error) from error
 

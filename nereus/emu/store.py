@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,6 +22,8 @@ from torch.distributed.distributed_c10d import Store as Client
 
 from nereus.emu.layout import Rank
 from nereus.errors import TransportError, explain
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.001, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,32 +83,43 @@ def connect(address: StoreAddress, *, timeout_s: float) -> Client:
         ) from error
 
 
-def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeout_s: float) -> None:
+def meet(
+    store: Client,
+    place: str,
+    *,
+    me: Rank,
+    workers: Iterable[Rank],
+    timeout_s: float,
+    over: Callable[[], str] = lambda: "",
+) -> None:
     """Return once every one of `workers` has come to `place`; each place serves one meeting.
 
-    Raises TransportError that names those who did not come in time, or who declined.
+    `over` tells why there is no point in waiting any longer, if so. Raises TransportError then, and when
+    somebody does not come in time or declined; it names them.
     """
     everyone = tuple(workers)
+    keys = [f"{place}/{worker}" for worker in everyone]
     end = time.monotonic() + timeout_s
+    slowest_s = max(LONGEST_POLL_S, len(everyone) / 2000)  # large meetings spare the store
+    pause_s, why = FIRST_POLL_S, ""
     try:
         store.compare_set(f"{place}/{me}", "", "here")
-        store.wait([f"{place}/{worker}" for worker in everyone], timedelta(seconds=max(0.001, timeout_s)))
-        declined = decliners(store, place, everyone)
+        while not why and not store.check(keys):
+            if time.monotonic() >= end:
+                why = f"absent: {absentees(store, place, everyone)} after {timeout_s:.3g} s"
+            elif not (why := over()):
+                time.sleep(pause_s)
+                pause_s = min(slowest_s, 1.5 * pause_s)
+        if not why:
+            words = decliners(store, place, everyone)
+            why = ", ".join(f"worker {worker} declined: {word}" for worker, word in words.items())
     except (DistStoreError, DistNetworkError) as error:
-        absent = absentees(store, place, everyone)
+        why = str(error).splitlines()[0]
+    if why:
         raise TransportError(
             explain(
                 f"worker {me} waited at {place} for {list(everyone)}",
-                values=f"absent: {absent}" if absent else str(error).splitlines()[0],
-                rule=f"all must come within {timeout_s} s (late by {max(0.0, time.monotonic() - end):.1f} s)",
-                remedy="make a new generation without the absent workers",
-            )
-        ) from error
-    if declined:
-        raise TransportError(
-            explain(
-                f"worker {me} waited at {place} for {list(everyone)}",
-                values=", ".join(f"worker {worker} declined: {why}" for worker, why in declined.items()),
+                values=why,
                 rule="all must come",
                 remedy="remove the cause, or continue without them",
             )
@@ -116,8 +129,7 @@ def meet(store: Client, place: str, *, me: Rank, workers: Iterable[Rank], timeou
 def decline(store: Client, place: str, *, worker: Rank, reason: str) -> None:
     """Tell those who meet at `place` that `worker` will not come, so that nobody waits for the deadline.
 
-    Called by the worker itself, or by the driver when the worker's process has ended. Raises TransportError
-    when the store does not answer.
+    Raises TransportError when the store does not answer.
     """
     try:
         store.set(f"{place}/{worker}", reason or "no reason given")

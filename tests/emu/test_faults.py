@@ -21,7 +21,6 @@ from nereus.emu.layout import Layout
 from nereus.emu.reshard import Limits, ReshardPlan, plan_reshard
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.transaction import Order, Phase
-from nereus.emu.transport.collective import decline_for
 from nereus.emu.unit import Unit, UnitId
 from tests.emu.faults import KEY, Answer, Fault, Point, begin, coordinate, open_store, take_part
 from tests.emu.processes import Died, Workers
@@ -134,11 +133,7 @@ class World:
             votes = collect(
                 self.store.client, self.epoch, ranks, deadline_s=scenario.deadline_s + 1, dead=self._dead
             )
-            decision = Coordinator(StoreRecord(self.store.client)).decide(self.epoch, ranks, votes)
-            for rank in set(self._dead()) & set(ranks):  # nobody need wait until its deadline for the dead
-                digest = CASES[scenario.case].digest
-                decline_for(self.store.client, epoch=self.epoch, digest=digest, worker=rank, reason="it died")
-            return decision
+            return Coordinator(StoreRecord(self.store.client)).decide(self.epoch, ranks, votes)
         self.workers.call(
             COORDINATOR, coordinate, address, folder, self.epoch, ranks, scenario.coordinator_fault
         )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as Client
 
+from nereus.emu.decision import decision_key
 from nereus.emu.layout import Rank
 from nereus.emu.store import StoreAddress, connect, decline, decliners, meet
 from nereus.emu.transport.protocol import (
@@ -44,7 +45,11 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class CollectiveTransport:
-    """This worker's transport for its whole life; it outlives generations."""
+    """This worker's transport for its whole life; it outlives generations.
+
+    `store` is the driver's, without a prefix. A worker that waits to connect sees there when its epoch is
+    decided, so the driver need not know who waits for a worker that has died.
+    """
 
     store: Client
     worker: Rank
@@ -82,14 +87,18 @@ class CollectiveTransport:
     ) -> _CollectiveChannel:
         prefix = _prefix(epoch, digest)
         store = PrefixStore(prefix, self.store)
-        meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s)
+        over = partial(self._over, epoch)
+        meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s, over=over)
         left = timedelta(seconds=max(0.001, deadline.left_s))
         # The attempt may be left behind in a call, so it has a connection to the store of its own.
         own = PrefixStore(prefix, self.store.clone())  # type: ignore[attr-defined]  # missing in the stubs
         attempt = _Attempt(
             partial(_communicator, own, ranks.index(self.worker), len(ranks), left, self.device)
         )
-        why = attempt.wait(deadline, lambda: decliners(store, PLACE, ranks))
+        try:
+            why = attempt.wait(deadline, lambda: over() or _declined(store, ranks))
+        except RuntimeError as error:  # the store is gone
+            why = str(error).splitlines()[0]
         if why:
             raise TransportError(
                 explain(
@@ -103,7 +112,12 @@ class CollectiveTransport:
 
     def decline(self, *, epoch: int, digest: str, reason: str) -> None:
         """See Transport."""
-        decline_for(self.store, epoch=epoch, digest=digest, worker=self.worker, reason=reason)
+        store = PrefixStore(_prefix(epoch, digest), self.store)
+        decline(store, PLACE, worker=self.worker, reason=reason)
+
+    def _over(self, epoch: int) -> str:
+        """Why it is useless to connect for this epoch: it is decided, which can only be an abort."""
+        return "the epoch is decided already" if self.store.check([decision_key(epoch)]) else ""
 
     def close(self, epoch: int, *, broken: bool = False) -> None:
         """See Transport."""
@@ -131,24 +145,24 @@ class _Attempt:
         except RuntimeError as error:  # includes the store's errors
             self._problem = str(error).splitlines()[0]
 
-    def wait(self, deadline: Deadline, declined: Callable[[], dict[Rank, str]]) -> str:
-        """Return when it is made, failed, declined by a peer or late: why there is none, or nothing."""
+    def wait(self, deadline: Deadline, over: Callable[[], str]) -> str:
+        """Return when it is made, failed, given up by a peer or late: why there is none, or nothing."""
         pause_s = CONNECT_POLL_S
         while self._thread.is_alive():
             self._thread.join(pause_s)
             pause_s = min(0.1, 2 * pause_s)
             if not self._thread.is_alive():
                 break
-            if words := declined():
-                return ", ".join(f"worker {worker} declined: {why}" for worker, why in words.items())
+            if why := over():
+                return why
             if deadline.left_s == 0:
                 return "no connection at the deadline"
         return self._problem
 
 
-def decline_for(store: Client, *, epoch: int, digest: str, worker: Rank, reason: str) -> None:
-    """The driver's word for a worker that has died: those who wait to connect to it stop waiting."""
-    decline(PrefixStore(_prefix(epoch, digest), store), PLACE, worker=worker, reason=reason)
+def _declined(store: Client, ranks: Sequence[Rank]) -> str:
+    words = decliners(store, PLACE, ranks)
+    return ", ".join(f"worker {worker} declined: {why}" for worker, why in words.items())
 
 
 def _prefix(epoch: int, digest: str) -> str:
