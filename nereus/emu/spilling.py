@@ -2,20 +2,32 @@
 
 With every old shard on the host, each rank holds what is kept and what was made, never more than the state
 after the transition. So if that fits and the hosts have room, some choice works.
+
+Groups of tasks are taken out and renumbered, so that groups of one shape are one problem, solved once: at a
+thousand GPUs the same few chains meet on every node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nereus.emu.certificate import SMALL, components, find_sequence
 from nereus.emu.graph import TransitionGraph
-from nereus.emu.schedule_problem import Problem, Room, host_bytes
+from nereus.emu.schedule_problem import Problem, Room, Task, host_bytes
 from nereus.emu.topology import Topology
 from nereus.emu.unit import UnitId
 from nereus.errors import Infeasible, explain
 
 Sequences = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solution:
+    """(task, bin) of every spill, and a sequence, in which the n-th spill is number `num_tasks + n`."""
+
+    spills: tuple[tuple[int, int], ...]
+    sequence: tuple[int, ...]
 
 
 def with_spills(
@@ -26,57 +38,88 @@ def with_spills(
     Raises Infeasible when a host has too little memory for them.
     """
     sequences: list[tuple[int, ...]] = []
+    solved: dict[Problem, _Solution] = {}
+    original = problem
     for group in components(problem) if problem.bins else ():
-        members = list(group)
-        found = find_sequence(problem, members, problem.used)
-        if found is None and len(group) > SMALL:
-            found, chosen = _unblocked(problem, group)
-            found[:0] = range(len(problem.tasks), len(problem.tasks) + len(chosen))
-            for number, place in chosen:
-                problem = problem.with_spill(number, place, _units(problem, graph, number, place), room)
-        while found is None:
-            number, place = _cheapest(problem, graph, room, members)
-            members.append(len(problem.tasks))
-            problem = problem.with_spill(number, place, _units(problem, graph, number, place), room)
-            found = find_sequence(problem, members, problem.used)
-        sequences.append(tuple(found))
+        alone, bins = _alone(original, group)
+        if alone not in solved:
+            solved[alone] = _solve(alone, room)
+        solution, first = solved[alone], len(problem.tasks)
+        numbers = [*group, *range(first, first + len(solution.spills))]
+        for at, place in solution.spills:
+            units = _units(problem, graph, group[at], bins[place])
+            problem = problem.with_spill(group[at], bins[place], units, room)
+        sequences.append(tuple(numbers[at] for at in solution.sequence))
     _check_host(problem, room, topology)
     return problem, tuple(sequences)
 
 
-def _cheapest(
-    problem: Problem, graph: TransitionGraph, room: Room, members: Sequence[int]
-) -> tuple[int, int]:
+def _alone(problem: Problem, group: Sequence[int]) -> tuple[Problem, list[int]]:
+    """The group as a problem of its own, without links and times, and its bins' numbers in the whole one."""
+    place_of: dict[int, int] = {}
+    number_of = {number: at for at, number in enumerate(group)}
+    tasks = []
+    for at, number in enumerate(group):
+        task = problem.tasks[number]
+        acquires, releases = (
+            tuple((place_of.setdefault(place, len(place_of)), amount) for place, amount in amounts)
+            for amounts in (task.acquires, task.releases)
+        )
+        after = tuple(number_of[other] for other in task.after)
+        tasks.append(Task(chain=at, seconds=0.0, acquires=acquires, releases=releases, after=after))
+    bins = list(place_of)
+    alone = Problem(
+        tasks=tuple(tasks),
+        bins=tuple(tuple(range(len(problem.bins[place]))) for place in bins),
+        used=tuple(problem.used[place] for place in bins),
+        cap=tuple(problem.cap[place] for place in bins),
+    )
+    return alone, bins
+
+
+def _solve(problem: Problem, room: Room) -> _Solution:
+    """A sequence of all tasks, with spills where there is none without."""
+    everything = range(len(problem.tasks))
+    found = find_sequence(problem, everything, problem.used)
+    if found is None and len(everything) > SMALL:
+        return _unblocked(problem)
+    spills: list[tuple[int, int]] = []
+    while found is None:
+        number, place = _cheapest(problem, room)
+        spills.append((number, place))
+        problem = problem.with_spill(number, place, (), room)
+        found = find_sequence(problem, range(len(problem.tasks)), problem.used)
+    return _Solution(spills=tuple(spills), sequence=tuple(found))
+
+
+def _cheapest(problem: Problem, room: Room) -> tuple[int, int]:
     """(task, bin): the cheapest spill after which a sequence exists, else the cheapest on the fullest bin."""
     choices = sorted(
         (amount * len(problem.bins[place]), number, place)
-        for number in members
-        if problem.tasks[number].spill is None
-        for place, amount in problem.tasks[number].releases
+        for number, task in enumerate(problem.tasks)
+        if task.spill is None
+        for place, amount in task.releases
     )
     assert choices, "I13: with all old shards on the host every order fits"
     for _, number, place in choices:
-        changed = problem.with_spill(number, place, _units(problem, graph, number, place), room)
-        if find_sequence(changed, [*members, len(problem.tasks)], changed.used, attempts=4) is not None:
+        changed = problem.with_spill(number, place, (), room)
+        if find_sequence(changed, range(len(changed.tasks)), changed.used, attempts=4) is not None:
             return number, place
-    wanted = dict.fromkeys((place for _, _, place in choices), 0)
-    for number in members:
-        for place, amount in problem.tasks[number].acquires:
-            wanted[place] = wanted.get(place, 0) + amount
-    fullest = max(
-        {place for _, _, place in choices},
-        key=lambda place: (problem.used[place] + wanted[place] - problem.cap[place], -place),
-    )
-    _, number, place = next(choice for choice in choices if choice[2] == fullest)
-    return number, place
+    over = [used - cap for used, cap in zip(problem.used, problem.cap, strict=True)]
+    for task in problem.tasks:
+        for place, amount in task.acquires:
+            over[place] += amount
+    fullest = max({place for _, _, place in choices}, key=lambda place: (over[place], -place))
+    return next((number, place) for _, number, place in choices if place == fullest)
 
 
-def _unblocked(problem: Problem, group: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """A sequence for a large group, and the (task, bin) spills that it needs to go first.
+def _unblocked(problem: Problem) -> _Solution:
+    """A sequence for a large group, and the spills that it needs to go first.
 
     Tasks are taken as they fit, those that free most first. Where none fits, the one that the fewest bytes
     keep out is let in by spills, the cheapest shards of its bins.
     """
+    group = range(len(problem.tasks))
     used, done = list(problem.used), set[int]()
     holds = {number: dict(problem.tasks[number].releases) for number in group}
     sequence: list[int] = []
@@ -110,7 +153,8 @@ def _unblocked(problem: Problem, group: Sequence[int]) -> tuple[list[int], list[
             used[place] -= amount
         done.add(number)
         sequence.append(number)
-    return sequence, spills
+    first = range(len(group), len(group) + len(spills))
+    return _Solution(spills=tuple(spills), sequence=(*first, *sequence))
 
 
 def _units(problem: Problem, graph: TransitionGraph, number: int, place: int) -> tuple[UnitId, ...]:
