@@ -71,9 +71,12 @@ def run(
 def _campaign(config: CampaignConfig, progress: Progress, *, resume: bool) -> Path:
     """Run the flow and return the folder of the final model. Imports torch, Ray and Prefect."""
     progress.on_message(f"{config.name}: {config.steps} steps in {config.run_folder}")
+    from nereus.tasks.resume import checkpoint_in_folder
     from nereus.tasks.stages import read_models, stages_under
 
-    stages_under(config, config.plan, read_models(config))  # tell a wrong model before a server starts
+    # A wrong model, layout or folder is told in seconds, before a server is started.
+    stages_under(config, config.plan, read_models(config))
+    checkpoint_in_folder(config, resume=resume)
     progress.on_message(f"connecting to {prepare_environment(config.run_folder)}")
     from nereus.flows.campaign import campaign
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +37,31 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledGpu:
+    """A worker's GPU. `drain_at_s` is the announced end of its node, in seconds since the epoch."""
+
+    rank: Rank
+    node: int
+    drain_at_s: float | None = None
+
+
 class Cluster:
     """Workers by rank. Make it with `start`; `close` ends the workers and, if we started it, Ray."""
 
     def __init__(
         self,
-        actors: Mapping[Rank, Any],
+        make: Callable[[Rank], Any],
         store: Store,
         *,
         owns_ray: bool,
         timeout_s: float,
         stop: threading.Event,
     ) -> None:
-        self._actors = dict(actors)
+        self._make = make
+        self._actors: dict[Rank, Any] = {}
+        self._nodes: dict[Rank, str] = {}
+        self._newest: Rank = -1
         self._store = store
         self._owns_ray = owns_ray
         self._timeout_s = timeout_s
@@ -89,10 +101,50 @@ class Cluster:
                 )
         host = "127.0.0.1" if private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         actor = ray.remote(Worker).options(num_cpus=0, num_gpus=1, max_restarts=0)
-        actors = {rank: actor.remote(rank, device, threads) for rank in range(num_workers)}
-        cluster = cls(actors, Store(host), owns_ray=owns, timeout_s=timeout_s, stop=stop)
-        cluster.run(dict.fromkeys(actors, Call("ping")), what="start the workers")
+        cluster = cls(
+            lambda rank: actor.remote(rank, device, threads),
+            Store(host),
+            owns_ray=owns,
+            timeout_s=timeout_s,
+            stop=stop,
+        )
+        cluster.add(num_workers)
         return cluster
+
+    def add(self, num_workers: int) -> tuple[Rank, ...]:
+        """Start workers on free GPUs; their ranks are new, a rank is never used twice. They are in no
+        world yet.
+        """
+        fresh = tuple(range(self._newest + 1, self._newest + 1 + num_workers))
+        self._actors |= {rank: self._make(rank) for rank in fresh}
+        self._newest += num_workers
+        self._nodes |= self.run(dict.fromkeys(fresh, Call("node")), what="start the workers")
+        return fresh
+
+    def end(self, ranks: Iterable[Rank]) -> None:
+        """End workers that hold nothing any more; their GPUs are free at once."""
+        for rank in ranks:
+            ray.kill(self._actors.pop(rank))
+
+    @property
+    def num_free_gpus(self) -> int:
+        """GPUs of the Ray cluster that nobody uses."""
+        return int(ray.available_resources().get("GPU", 0))
+
+    def pool(self) -> tuple[PooledGpu, ...]:
+        """The live workers with their nodes, and when a node that is being drained goes away."""
+        deadlines_ms = ray._private.state.state.get_draining_nodes()
+        numbers = {node: number for number, node in enumerate(sorted(set(self._nodes.values())))}
+        return tuple(
+            PooledGpu(
+                rank=rank,
+                node=numbers[self._nodes[rank]],
+                drain_at_s=deadlines_ms[self._nodes[rank]] / 1e3
+                if self._nodes[rank] in deadlines_ms
+                else None,
+            )
+            for rank in self.ranks
+        )
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

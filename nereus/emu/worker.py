@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import ray
 import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
+from nereus.config.environment import set_defaults
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.ballot import Vote
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
@@ -39,11 +41,16 @@ from nereus.emu.store import StoreAddress
 from nereus.emu.transaction import Lost, Order, Participant
 from nereus.emu.transport.collective import CollectiveTransport
 
+# oneDNN keeps compiled code for every shape it has met; lengths differ in every step, so a long memory of
+# them only costs: 200 MB for a model of 367 k parameters at its default of 1024, and gains no time.
+PROCESS_DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+
 
 class Worker:
     """Holds engines by model-stage. Created by `Cluster` as a Ray actor, or directly in tests."""
 
     def __init__(self, rank: Rank, device: str, threads: int) -> None:
+        set_defaults(PROCESS_DEFAULTS)
         torch.set_num_threads(threads)
         self.rank = rank
         self.device = torch.device(device)
@@ -77,6 +84,10 @@ class Worker:
     def ping(self) -> int:
         """This process's id; returns once the worker is ready."""
         return os.getpid()
+
+    def node(self) -> str:
+        """The id of the Ray node that this worker runs on."""
+        return str(ray.get_runtime_context().get_node_id())
 
     def join(self, address: StoreAddress, number: int, workers: Sequence[Rank], timeout_s: float) -> None:
         """Enter a generation of the world; collective over `workers`."""
@@ -203,7 +214,7 @@ class Worker:
     def _allocate(self, order: Order) -> ShardState:
         unit = order.plan.new
         assert unit is not None, "a worker allocates for a unit that it will be in"
-        kinds = {kind.name: TORCH_DTYPE[kind.dtype] for kind in unit.kinds}
+        kinds: dict[str, torch.dtype] = {kind.name: TORCH_DTYPE[kind.dtype] for kind in unit.kinds}
         return ShardState.empty(shard(order.model, unit.layout, self.rank), kinds, self.device)
 
     @property

@@ -30,14 +30,14 @@ def newest_checkpoint(config: CampaignConfig) -> Checkpoint | None:
     return None if path is None else open_checkpoint(path)
 
 
-def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint to continue from, None for a fresh run.
+def checkpoint_in_folder(config: CampaignConfig, *, resume: bool) -> Checkpoint | None:
+    """The newest checkpoint of the run's folder, None for a fresh run. Reads no prompts and no models.
 
-    Raises CheckpointError when there is none to resume, when it is damaged or of another campaign, or when a
-    fresh run finds one in its way.
+    Raises CheckpointError when there is none to resume, when it is damaged, or when a fresh run finds one in
+    its way.
     """
-    root = checkpoints_folder(prepared.config)
-    checkpoint = newest_checkpoint(prepared.config)
+    root = checkpoints_folder(config)
+    checkpoint = newest_checkpoint(config)
     if checkpoint is None:
         if resume:
             raise CheckpointError(
@@ -58,8 +58,20 @@ def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
                 remedy="continue it with --resume, choose another name=, or delete the folder",
             )
         )
-    abandon(root)
-    if (found := checkpoint.control.config_digest) != prepared.digest:
+    return checkpoint
+
+
+def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
+    """The checkpoint to continue from, None for a fresh run; what crashed writers left is deleted.
+
+    Raises CheckpointError as `checkpoint_in_folder` does, and when the checkpoint is of another campaign.
+    """
+    checkpoint = checkpoint_in_folder(prepared.config, resume=resume)
+    if checkpoint is None:
+        return None
+    abandon(checkpoints_folder(prepared.config))
+    # A checkpoint that was converted from another format has no digest: it has read no data yet.
+    if (found := checkpoint.control.config_digest) and found != prepared.digest:
         raise CheckpointError(
             explain(
                 f"cannot resume from {checkpoint.path}",
