@@ -50,6 +50,7 @@ PURE_EMU = {
     "graph",
     "schedule",
     "chains",
+    "derivation",
     "precedence",
     "shard_bytes",
     "chain_time",

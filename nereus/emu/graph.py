@@ -19,7 +19,8 @@ from itertools import pairwise
 
 import networkx as nx
 
-from nereus.emu.chains import Chain, change_of
+from nereus.emu.chains import Chain
+from nereus.emu.derivation import change_of
 from nereus.emu.layout import Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Operation, Split, apply_all
 from nereus.emu.precedence import ChainEdge, precedence

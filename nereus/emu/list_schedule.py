@@ -1,24 +1,26 @@
 """List scheduling by certificate: at every event, start each task that may start, in an order of preference.
 
-Several preferences are tried and the shortest result is kept: the busiest links first, then that order with
-tasks moved about. A result as long as the busiest link's work is optimal, and ends the search.
+Several preferences are tried and the shortest result is kept: the busiest links first, the certificate's
+order, then variations of the best so far. A result as long as the busiest link's work is optimal, and ends
+the search.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nereus.emu.certificate import Certificate
-from nereus.emu.schedule_problem import Problem, RankMask
+from nereus.emu.schedule_problem import Problem, RankMask, Task
 
 LARGE = 64  # above that many tasks one order of preference is tried
-TRIES = 64
+MOST_TRIES, TRIED_TASKS = 256, 8192
+Links = tuple[RankMask, RankMask, RankMask]  # ranks that send, receive, and copy to or from the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,85 +36,126 @@ class Timeline:
         return max(self.end_s, default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Preference:
+    """An order of tasks. `patient`: what waits keeps its links and bins from tasks further down."""
+
+    order: tuple[int, ...]
+    patient: bool = False
+
+
 def shortest(problem: Problem, sequences: Sequence[Sequence[int]], *, tries: int | None = None) -> Timeline:
     """The shortest timeline found. `sequences` certify each component that touches memory. Deterministic."""
     tasks = problem.tasks
     if tries is None:
-        tries = TRIES if len(tasks) <= LARGE else 1
+        tries = min(MOST_TRIES, TRIED_TASKS // max(1, len(tasks))) if len(tasks) <= LARGE else 1
     work = _link_work(problem)
     paths = _longest_paths(problem) if any(task.after for task in tasks) else ()
     bound = max((*work, *paths), default=0.0)
-    order = sorted(range(len(tasks)), key=lambda i: (-work[i], -tasks[i].seconds, i))
-    best, best_order = _unfold(problem, sequences, order), order
+    chosen = _Preference(tuple(sorted(range(len(tasks)), key=lambda i: (-work[i], -tasks[i].seconds, i))))
+    best = _Player(problem, sequences).play(chosen)
     draw = random.Random(len(tasks))
-    for other in _orders(problem, sequences, tries):
+    for attempt in range(1, tries):
         if best.makespan_s <= bound * (1 + 1e-9):
             break
-        candidate = _moved(best_order, draw) if other is None else other
-        found = _unfold(problem, sequences, candidate)
+        candidate = _in_sequence(problem, sequences) if attempt == 1 else _varied(chosen, draw)
+        found = _Player(problem, sequences).play(candidate)
         if found.makespan_s <= best.makespan_s:
-            best, best_order = found, candidate
+            best, chosen = found, candidate
     return best
 
 
-def _orders(problem: Problem, sequences: Sequence[Sequence[int]], tries: int) -> Iterator[list[int] | None]:
-    """Orders to try after the first; None asks for a variation of the best so far."""
-    if tries > 1:
-        listed = [number for sequence in sequences for number in sequence]
-        rest = sorted(set(range(len(problem.tasks))) - set(listed))
-        yield listed + rest
-        yield sorted(range(len(problem.tasks)), key=lambda i: (-problem.tasks[i].seconds, i))
-    for _ in range(tries - 3):
-        yield None
+def _in_sequence(problem: Problem, sequences: Sequence[Sequence[int]]) -> _Preference:
+    """The order of the certificate; tasks outside it last."""
+    listed = [number for sequence in sequences for number in sequence]
+    return _Preference((*listed, *sorted(set(range(len(problem.tasks))) - set(listed))))
 
 
-def _moved(order: Sequence[int], draw: random.Random) -> list[int]:
-    """The order with one or two tasks moved elsewhere."""
-    out = list(order)
-    for _ in range(draw.choice((1, 1, 2))):
-        out.insert(draw.randrange(len(out)), out.pop(draw.randrange(len(out))))
-    return out
+def _varied(preference: _Preference, draw: random.Random) -> _Preference:
+    """The preference with one or two tasks moved elsewhere; now and then, any order at all."""
+    out = list(preference.order)
+    patient = preference.patient if draw.random() < 0.5 else draw.random() < 0.5
+    if draw.random() < 0.25:
+        draw.shuffle(out)
+    else:
+        for _ in range(draw.choice((1, 1, 2))):
+            out.insert(draw.randrange(len(out)), out.pop(draw.randrange(len(out))))
+    return _Preference(tuple(out), patient)
 
 
-def _unfold(problem: Problem, sequences: Sequence[Sequence[int]], order: Sequence[int]) -> Timeline:
-    """Play the events forward."""
-    tasks, cap = problem.tasks, problem.cap
-    certificate = Certificate(problem, sequences)
-    used = list(problem.used)
-    start, end = [0.0] * len(tasks), [0.0] * len(tasks)
-    waiting, ended = list(order), [False] * len(tasks)
-    running: list[tuple[float, int]] = []
-    sends = receives = copies = 0
-    now = 0.0
-    while waiting or running:
-        held: list[int] = []
+class _Player:
+    """Plays the events of one preference forward."""
+
+    def __init__(self, problem: Problem, sequences: Sequence[Sequence[int]]) -> None:
+        self.problem = problem
+        self.certificate = Certificate(problem, sequences)
+        self.used = list(problem.used)
+        self.ended = [False] * len(problem.tasks)
+        self.running: list[tuple[float, int]] = []
+        self.links: Links = (0, 0, 0)
+
+    def play(self, preference: _Preference) -> Timeline:
+        """The timeline of the preference."""
+        tasks = self.problem.tasks
+        start, end = [0.0] * len(tasks), [0.0] * len(tasks)
+        waiting: Sequence[int] = preference.order
+        now = 0.0
+        while waiting or self.running:
+            begun = self._start(waiting, patient=preference.patient)
+            if not begun and not self.running:
+                begun = self._start(waiting, patient=False)
+            for number in begun:
+                start[number], end[number] = now, now + tasks[number].seconds
+                heapq.heappush(self.running, (end[number], number))
+            if begun:
+                waiting = [number for number in waiting if number not in begun]
+            assert self.running, f"I13: {len(waiting)} tasks wait and none runs"
+            now = self.running[0][0]
+            while self.running and self.running[0][0] == now:
+                self._end(heapq.heappop(self.running)[1])
+        return Timeline(start_s=tuple(start), end_s=tuple(end))
+
+    def _start(self, waiting: Sequence[int], *, patient: bool) -> set[int]:
+        """Start what may start, in order; returns the numbers of those tasks."""
+        tasks = self.problem.tasks
+        sends, receives, copies = self.links
+        kept_bins: set[int] = set()
+        begun: set[int] = set()
         for number in waiting:
             task = tasks[number]
-            may_start = (
+            if (
                 not (task.sends & sends or task.receives & receives or task.copies & copies)
-                and all(ended[other] for other in task.after)
-                and all(used[place] + amount <= cap[place] for place, amount in task.acquires)
-                and certificate.admits(number)
-            )
-            if not may_start:
-                held.append(number)
+                and self._fits(task, kept_bins)
+                and self.certificate.admits(number)
+            ):
+                begun.add(number)
+                self.links = _join(self.links, task)
+                for place, amount in task.acquires:
+                    self.used[place] += amount
+            elif patient:
+                kept_bins.update(place for place, _ in task.acquires)
+            else:
                 continue
             sends, receives, copies = sends | task.sends, receives | task.receives, copies | task.copies
-            for place, amount in task.acquires:
-                used[place] += amount
-            start[number], end[number] = now, now + task.seconds
-            heapq.heappush(running, (end[number], number))
-        waiting = held
-        assert running, f"I13: {len(waiting)} tasks wait and none runs"
-        now = running[0][0]
-        while running and running[0][0] == now:
-            _, number = heapq.heappop(running)
-            task = tasks[number]
-            sends, receives, copies = sends & ~task.sends, receives & ~task.receives, copies & ~task.copies
-            for place, amount in task.releases:
-                used[place] -= amount
-            ended[number] = True
-    return Timeline(start_s=tuple(start), end_s=tuple(end))
+        return begun
+
+    def _fits(self, task: Task, kept_bins: set[int]) -> bool:
+        return all(self.ended[other] for other in task.after) and all(
+            place not in kept_bins and self.used[place] + amount <= self.problem.cap[place]
+            for place, amount in task.acquires
+        )
+
+    def _end(self, number: int) -> None:
+        task = self.problem.tasks[number]
+        sends, receives, copies = self.links
+        self.links = sends & ~task.sends, receives & ~task.receives, copies & ~task.copies
+        for place, amount in task.releases:
+            self.used[place] -= amount
+        self.ended[number] = True
+
+
+def _join(links: Links, task: Task) -> Links:
+    return links[0] | task.sends, links[1] | task.receives, links[2] | task.copies
 
 
 def _link_work(problem: Problem) -> list[float]:

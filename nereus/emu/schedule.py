@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nereus.emu.chain_time import Seconds, estimated
 from nereus.emu.graph import Spill, TransitionGraph
@@ -49,7 +49,7 @@ class Schedule:
     graph: TransitionGraph
     slots: tuple[Slot, ...]
     tight: frozenset[Rank]
-    peak_bytes: Mapping[Rank, int]
+    peak_bytes: Mapping[Rank, int] = field(hash=False)
 
     @property
     def makespan_s(self) -> float:
@@ -86,8 +86,8 @@ def schedule(
 ) -> Schedule:
     """Schedule a graph; `seconds` times its chains, by default roughly, by their largest shards.
 
-    Deterministic. Up to 64 chains `tries` orders are compared, beyond that one is taken. Raises Infeasible
-    when the target exceeds a rank's memory, or a host's where old shards must go there.
+    Deterministic. Compares `tries` orders: by default up to 256, fewer of many tasks, one above 64. Raises
+    Infeasible when the target exceeds a rank's memory, or a host's where old shards must go there.
     """
     problem = problem_of(graph, sizes, room, seconds or estimated(sizes, topology))
     problem, sequences = with_spills(problem, graph, room, topology)

@@ -92,6 +92,7 @@ def test_with_ample_memory_nothing_waits_and_nothing_goes_to_the_host() -> None:
 def test_equal_inputs_give_equal_schedules() -> None:
     first, second = (scheduled(trial(11, slack=0.5)) for _ in range(2))
     assert first == second
+    assert hash(first) == hash(second)
     assert first.slots
 
 

@@ -1,0 +1,301 @@
+"""From the units of a model-stage before and after to chains of operations, each fused into one minimal move.
+
+```
+old units ─┐  equal layouts are kept
+           ├─▶ units that share ranks form a component ─▶ Split ▶ Destroy ▶ Extend ▶ Merge   (one Chain)
+new units ─┘  old ones without a successor are destroyed, new ones on fresh ranks extended from a kept unit
+```
+Chains are closed, so those of one model-stage never wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from nereus.emu.chains import Chain
+from nereus.emu.layout import Layout, Rank
+from nereus.emu.operations import Destroy, Extend, Merge, Operation, Place, Split, Units
+from nereus.emu.topology import Topology
+from nereus.emu.unit import Unit, UnitId
+from nereus.errors import InvalidOperation, NoSource, explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How one model-stage gets from its old units to the new ones."""
+
+    kept: Units
+    chains: tuple[Chain, ...]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A component while its chain is being made: numbers of old and new units."""
+
+    old: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Derivation:
+    """One model-stage's change in the making."""
+
+    model_stage: str
+    old: Units
+    new: Units
+    names: Iterator[int]
+    owner_before: dict[Rank, int]
+    owner_after: dict[Rank, int]
+
+    def new_id(self) -> UnitId:
+        return UnitId(self.model_stage, next(self.names))
+
+
+def change_of(
+    model_stage: str, before: Units, after: Units, others: Units, topology: Topology | None = None
+) -> Change:
+    """The chains that turn units `before` of a model-stage into units `after`, whose names are chosen anew.
+
+    A unit that has an equal layout after is kept, with its name. `others` are units of the same model in
+    other stages: sources where the model-stage has none. Raises NoSource when nobody holds the state,
+    InvalidOperation when the model-stage would change the kinds of state it carries.
+    """
+    kept, old, new = _kept(before, after)
+    if before and any(unit.kinds != before[0].kinds for unit in after):
+        raise InvalidOperation(
+            explain(
+                f"cannot change {model_stage}",
+                values=f"it carries {', '.join(f'{k.name} in {k.dtype}' for k in before[0].kinds)}",
+                rule="an operation keeps the kinds of state and their dtypes",
+                remedy="give the units after the kinds of those before",
+            )
+        )
+    if not old and not new:
+        return Change(kept=kept, chains=())
+    work = _Derivation(
+        model_stage=model_stage,
+        old=old,
+        new=new,
+        names=count(max((unit.id.index for unit in before), default=-1) + 1),
+        owner_before={rank: i for i, unit in enumerate(old) for rank in unit.layout.ranks},
+        owner_after={rank: i for i, unit in enumerate(new) for rank in unit.layout.ranks},
+    )
+    drafts = _components(work)
+    living = [draft for draft in drafts if draft.old and draft.new]
+    dying = [draft.old[0] for draft in drafts if not draft.new]
+    fresh = [draft.new[0] for draft in drafts if not draft.old]
+    chains: list[Chain] = []
+    if fresh and not kept and living:
+        for at, number in enumerate(fresh):
+            living[at % len(living)].fresh.append(number)
+    elif fresh:
+        moving = [old[i] for i in dying]
+        sources = kept or tuple(moving) or _holders(model_stage, new[0], others)
+        ends = frozenset() if kept or not moving else frozenset(unit.id for unit in moving)
+        dealt = _deal([new[i] for i in fresh], sources, topology)
+        chains += [_extension(work, source, units, source.id in ends) for source, units in dealt]
+        if ends:
+            used = {source.id for source, _ in dealt}
+            dying = [i for i in dying if old[i].id not in used]
+    chains += [_destruction(old[i]) for i in dying]
+    chains += [_reshaping(work, draft) for draft in living]
+    return Change(kept=kept, chains=tuple(chains))
+
+
+def _kept(before: Units, after: Units) -> tuple[Units, Units, Units]:
+    """(kept, old, new): units that are equal but for the name, and the others of each side."""
+    spare = {unit.layout.ranks: unit for unit in before}
+    kept: dict[UnitId, Unit] = {}
+    new: list[Unit] = []
+    for unit in after:
+        twin = spare.get(unit.layout.ranks)
+        if twin is not None and twin.layout == unit.layout:
+            kept[twin.id] = twin
+        else:
+            new.append(unit)
+    old = tuple(unit for unit in before if unit.id not in kept)
+    return tuple(kept.values()), old, tuple(new)
+
+
+def _components(work: _Derivation) -> list[_Draft]:
+    """Old and new units that share ranks, directly or through others; in order of their first unit."""
+    draft_of: dict[int, _Draft] = {}
+    out: list[_Draft] = []
+    for number, unit in enumerate(work.new):
+        touched = {work.owner_before[rank] for rank in unit.layout.ranks if rank in work.owner_before}
+        found = list({id(draft_of[i]): draft_of[i] for i in sorted(touched) if i in draft_of}.values())
+        if found:
+            home = found[0]
+        else:
+            home = _Draft()
+            out.append(home)
+        home.new.append(number)
+        for i in sorted(touched):
+            if i not in draft_of:
+                draft_of[i] = home
+                home.old.append(i)
+        for other in found[1:]:
+            home.old += other.old
+            home.new += other.new
+            draft_of.update(dict.fromkeys(other.old, home))
+            other.old, other.new = [], []
+    out = [draft for draft in out if draft.new]
+    out += [_Draft(old=[i]) for i in range(len(work.old)) if i not in draft_of]
+    return out
+
+
+def _holders(model_stage: str, unit: Unit, others: Units) -> Units:
+    """Units of other stages that hold every kind of the unit, all of one model-stage."""
+    wanted = {kind.name for kind in unit.kinds}
+    able = [other for other in others if wanted <= {kind.name for kind in other.kinds}]
+    if not able:
+        raise NoSource(
+            explain(
+                f"cannot make units of {model_stage}",
+                values=f"no live unit of {unit.model} holds {', '.join(sorted(wanted))}",
+                rule="every new unit is copied from a live one",
+                remedy="restore this model from its last checkpoint",
+            )
+        )
+    # One stage only: sources of one plan must be replicas of one another. Training holds the newest weights.
+    chosen = max(able, key=lambda other: (other.id.stage == "training", other.model_stage)).model_stage
+    return tuple(other for other in able if other.model_stage == chosen)
+
+
+def _deal(units: list[Unit], sources: Units, topology: Topology | None) -> list[tuple[Unit, list[Unit]]]:
+    """Give every new unit a source, on its own node where one is to be had, none more than an even share."""
+    share = -(-len(units) // len(sources))
+    near: dict[int, list[int]] = defaultdict(list)
+    if topology is not None:
+        for number, source in enumerate(sources):
+            near[topology.node_of(source.layout.ranks[0])].append(number)
+    given: list[list[Unit]] = [[] for _ in sources]
+    spare = 0
+    for unit in units:
+        local = near.get(topology.node_of(unit.layout.ranks[0]), []) if topology is not None else []
+        while local and len(given[local[0]]) == share:
+            local.pop(0)
+        while len(given[spare]) == share:
+            spare += 1
+        given[local[0] if local else spare].append(unit)
+    return [(source, units) for source, units in zip(sources, given, strict=True) if units]
+
+
+def _extension(work: _Derivation, source: Unit, units: list[Unit], ends: bool) -> Chain:
+    """Copies of one unit on fresh ranks; the unit itself ends where it moves rather than stays."""
+    makes = tuple(unit.with_id(work.new_id()) for unit in units)
+    into = tuple((unit.id, unit.layout) for unit in makes)
+    kinds = makes[0].kinds if makes[0].kinds != source.kinds else None
+    operations: tuple[Operation, ...] = (Extend(sources=(source.id,), into=into, kinds=kinds),)
+    if ends:
+        operations += (Destroy(unit=source.id),)
+    return Chain(
+        id=f"{work.model_stage}:+{makes[0].id.index}",
+        model_stage=work.model_stage,
+        operations=operations,
+        reads=(source,),
+        ends=(source,) if ends else (),
+        makes=makes,
+    )
+
+
+def _destruction(unit: Unit) -> Chain:
+    return Chain(
+        id=f"{unit.model_stage}:-{unit.id.index}",
+        model_stage=unit.model_stage,
+        operations=(Destroy(unit=unit.id),),
+        reads=(),
+        ends=(unit,),
+        makes=(),
+    )
+
+
+def _reshaping(work: _Derivation, draft: _Draft) -> Chain:
+    """The chain of a component in which old and new units share ranks."""
+    final = {number: work.new_id() for number in (*draft.new, *draft.fresh)}
+    pieces: dict[int, list[UnitId]] = {number: [] for number in draft.new}
+    done: set[int] = set()
+    splits: list[Operation] = []
+    destroys: list[Operation] = []
+    for i in draft.old:
+        cells = _cells(work.old[i], work.owner_after)
+        if len(cells) == 1:
+            pieces[next(iter(cells))].append(work.old[i].id)  # a component has no unit without successor
+            continue
+        places: list[Place] = []
+        for number, ranks in cells.items():
+            if number >= 0 and len(ranks) == work.new[number].layout.world_size:
+                places.append((final[number], work.new[number].layout))
+                done.add(number)
+                continue
+            like = work.new[number].layout if number >= 0 else work.old[i].layout
+            places.append((work.new_id(), part_layout(ranks, like)))
+            if number >= 0:
+                pieces[number].append(places[-1][0])
+            else:
+                destroys.append(Destroy(unit=places[-1][0]))
+        splits.append(Split(unit=work.old[i].id, into=tuple(places)))
+    extends, merges = _growth(work, draft, final, pieces, done)
+    makes = tuple(work.new[number].with_id(name) for number, name in final.items())
+    return Chain(
+        id=f"{work.model_stage}:+{makes[0].id.index}",
+        model_stage=work.model_stage,
+        operations=(*splits, *destroys, *extends, *merges),
+        reads=tuple(work.old[i] for i in draft.old),
+        ends=tuple(work.old[i] for i in draft.old),
+        makes=makes,
+    )
+
+
+def _growth(
+    work: _Derivation,
+    draft: _Draft,
+    final: Mapping[int, UnitId],
+    pieces: Mapping[int, list[UnitId]],
+    done: set[int],
+) -> tuple[list[Operation], list[Operation]]:
+    """Extends onto ranks that the model-stage did not have, and the merges that complete the new units."""
+    extends: list[Operation] = []
+    merges: list[Operation] = []
+    for number in draft.new:
+        if number in done:
+            continue
+        unit, parts = work.new[number], pieces[number]
+        fresh = [rank for rank in unit.layout.ranks if rank not in work.owner_before]
+        if fresh:
+            place = (work.new_id(), part_layout(fresh, unit.layout))
+            extends.append(Extend(sources=(parts[0],), into=(place,)))
+            parts.append(place[0])
+        merges.append(Merge(units=tuple(parts), into=(final[number], unit.layout)))
+    if draft.fresh:
+        into = tuple((final[number], work.new[number].layout) for number in draft.fresh)
+        first = draft.new[0]
+        source = final[first] if first in done else pieces[first][0]
+        extends.append(Extend(sources=(source,), into=into))
+    return extends, merges
+
+
+def _cells(unit: Unit, owner_after: Mapping[Rank, int]) -> dict[int, list[Rank]]:
+    """The unit's ranks by the new unit that takes them, -1 for those that none takes."""
+    cells: dict[int, list[Rank]] = {}
+    for rank in unit.layout.ranks:
+        cells.setdefault(owner_after.get(rank, -1), []).append(rank)
+    return cells
+
+
+def part_layout(ranks: Iterable[Rank], like: Layout) -> Layout:
+    """A layout for some ranks of a unit, with a tp that divides the unit's and layers spread evenly.
+
+    It exists on paper only, between the operations of one chain: no byte is ever laid out by it.
+    """
+    mine = tuple(ranks)
+    num_layers = sum(like.layers)
+    fitting = [tp for tp in range(1, len(mine) + 1) if len(mine) % tp == 0 and like.tp % tp == 0]
+    tp = next((tp for tp in reversed(fitting) if len(mine) // tp <= num_layers), len(mine))
+    pp = len(mine) // tp
+    base, extra = divmod(num_layers, pp)
+    return Layout(tp=tp, pp=pp, ranks=mine, layers=tuple(base + (stage < extra) for stage in range(pp)))
