@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import pairwise
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.emu.graph import TransitionGraph, build_graph
 from nereus.emu.kinds import serving_kinds
-from nereus.emu.layout import Layout
+from nereus.emu.layout import Layout, Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Operation, Split
 from nereus.emu.reshard import plan_reshard
 from nereus.emu.topology import Topology
 from nereus.emu.unit import ClusterState, Unit, UnitId
 from nereus.errors import InvalidOperation, NoSource
+from tests.emu.exchange import Store, built, check, run, stores_of
 from tests.emu.random_states import SPEC, kinds_of, models_of, random_pair
 
 SEEDS = st.integers(0, 100_000)
@@ -140,6 +143,42 @@ def test_plans_of_the_chains_together_move_the_least_that_is_possible(seed: int)
         assert moved == whole.lower_bound
 
 
+@settings(max_examples=25, deadline=None)  # every byte of every chain is moved: about 100 ms each
+@given(SEEDS, st.randoms(use_true_random=False))
+def test_i4_chains_run_in_any_order_give_the_target_bit_for_bit(seed: int, draw: random.Random) -> None:
+    """As in a transaction: every chain reads the old shards, and what it leaves replaces them at the end."""
+    before, target = random_pair(seed)
+    graph = build_graph(before, target)
+    models = models_of(before)
+    live = {
+        (unit.model_stage, rank): built(SPEC, unit, rank)
+        for unit in before.units
+        for rank in unit.layout.ranks
+    }
+    shadows: dict[tuple[str, Rank], Store | None] = {}
+    chains = list(graph.chains)
+    draw.shuffle(chains)
+    for chain in chains:
+        ended = {(unit.model_stage, rank) for unit in chain.ends for rank in unit.layout.ranks}
+        shadows.update({place: None for place in ended if place not in shadows})
+        plan = chain.reshard_plan(models)
+        if plan is None:
+            continue
+        source = chain.reads[0].model_stage
+        outcome = run(plan, {rank: live[source, rank] for unit in plan.old for rank in unit.layout.ranks})
+        check(plan, outcome)
+        shadows |= {(chain.model_stage, r): outcome.stores[r] for unit in plan.new for r in unit.layout.ranks}
+    held = {place: store for place, store in (live | shadows).items() if store is not None}
+    wanted = {
+        (unit.model_stage, rank): built(SPEC, unit, rank)
+        for unit in graph.after.units
+        for rank in unit.layout.ranks
+    }
+    assert held.keys() == wanted.keys()
+    for place, store in wanted.items():
+        assert all(np.array_equal(held[place][key], array) for key, array in store.items())
+
+
 def test_a_transition_to_itself_is_empty() -> None:
     before, _ = random_pair(3)
     graph = build_graph(before, before)
@@ -223,6 +262,12 @@ def test_a_reader_of_another_stage_precedes_the_end_of_what_it_reads() -> None:
     assert kinds(graph) == ["extend", "merge"]
     assert [reason for _, _, reason in graph.edges] == ["source"]
     assert graph.apply().replicas("actor.generation")[0].kinds == serving_kinds("bf16")
+    plan = next(c for c in graph.chains if c.model_stage == "actor.generation").reshard_plan(
+        models_of(before)
+    )
+    assert plan is not None
+    assert plan.new == graph.after.replicas("actor.generation")
+    check(plan, run(plan, stores_of(plan)))
 
 
 def test_a_circle_of_edges_is_refused() -> None:
