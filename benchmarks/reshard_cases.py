@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -104,8 +105,9 @@ def empty(unit: Unit | None, rank: int) -> ShardState | None:
     return state
 
 
+@lru_cache(maxsize=5)
 def direct(unit: Unit | None, rank: int) -> ShardState | None:
-    """A shard built straight from the definition."""
+    """A shard built straight from the definition; shared by the methods of a case, which only read it."""
     state = empty(unit, rank)
     if state is not None:
         for kind, arena in state.arenas.items():

@@ -61,7 +61,7 @@ class _Groups:
 
 
 def _group(ranks: tuple[int, ...], rank: int) -> Any:
-    group = dist.new_group(list(ranks))
+    group = dist.new_group(list(ranks), sort_ranks=False)
     return group if rank in ranks else None
 
 
