@@ -60,6 +60,16 @@ COMMANDS = (
         ),
     ),
     Command(
+        name="replay",
+        target="nereus.cli.replay:replay",
+        line="Play a job over a trace of GPUs and lengths, policy against policy.",
+        examples=(
+            "nereus replay spot --model llama-3.1-8b --cluster 8x8xH100 --policy payback,fixed,oracle",
+            "nereus replay p3trace.csv --model llama-3.1-70b --cluster 32x8xH100 --plot timeline.png",
+            "nereus replay steady --model llama-3.1-8b --cluster 2x8xH100 --mean-len 512..8k --decisions",
+        ),
+    ),
+    Command(
         name="reshard",
         target="nereus.cli.reshard:reshard",
         line="Cut a stored model for another layout.",

@@ -1,0 +1,218 @@
+"""The controller: between two steps, whether to plan again, what to move to, and whether that is worth it.
+
+```
+signals ─▶ held plan ─▶ trigger? ─▶ best plan on the GPUs that stay ─▶ transition's cost ─▶ admission
+             (now)         │ no                │ the same                                    │      │
+                           ▼                   ▼                                          refuse  admit
+                          stay                stay                                         stay    move
+```
+Pure: `review` is a function of the plan in force, the signals and the history. A live job and a replay call
+the same one; what it returns is carried out by whoever called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from nereus.config.adaptation import Thresholds
+from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge
+from nereus.planner.choose import Priced
+from nereus.planner.held import best, held, longer, sizes_of, with_layouts
+from nereus.planner.plan import Plan
+from nereus.planner.remedy import remedies, require_plan
+from nereus.planner.request import PlanRequest
+from nereus.planner.seating import Seated, seat, shapes_of
+from nereus.planner.signals import Gpu, GpuId, SignalHistory, Signals
+from nereus.planner.transition_time import FixedCosts, TransitionCost, state_bytes, transition_cost
+from nereus.planner.triggers import Cause, Trigger, limits, trigger_of
+
+Proposer = Callable[[PlanRequest, tuple[Gpu, ...], Seated | None], Seated]
+"""From the request of now, the GPUs that stay and the plan in force to the plan to move to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controller:
+    """What stays the same all along: the question as first asked, the thresholds, the policy, what a move
+    costs.
+
+    `request` gives the models, batch, space and the kind of the cluster; lengths, calibration and GPUs come
+    from the signals. `propose` replaces the search by another source of plans (the oracle of a replay).
+    """
+
+    request: PlanRequest
+    policy: AdmissionPolicy
+    thresholds: Thresholds
+    costs: FixedCosts
+    drain_margin_s: float = 30.0
+    propose: Proposer | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Review:
+    """The outcome before one step. `seated` is the plan from here on: held with options of now, or the new
+    one.
+
+    `decision` is None where nothing was proposed; `cost` is the transition's where one was. `history` goes
+    into the next review (after `with_transition`, where the caller has carried one out).
+    """
+
+    seated: Seated
+    history: SignalHistory
+    trigger: Trigger | None = None
+    decision: Decision | None = None
+    cost: TransitionCost | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether a transition is to be carried out."""
+        return self.decision is not None and self.decision.admit
+
+
+def first(controller: Controller, signals: Signals) -> tuple[Seated, SignalHistory]:
+    """The plan to start with and the history that begins with it. Raises Infeasible when nothing fits."""
+    lasting = signals.staying(signals.now_s + controller.drain_margin_s)
+    seated = _proposed(controller, request_now(controller.request, signals), lasting, None)
+    return seated, SignalHistory.start(signals, frozenset(gpu.id for gpu in lasting))
+
+
+def request_now(request: PlanRequest, signals: Signals) -> PlanRequest:
+    """The request with lengths and calibration as they are now."""
+    workload = request.workload.with_response(signals.response)
+    return replace(request, workload=workload, calibration=signals.calibration)
+
+
+def review(controller: Controller, seated: Seated, signals: Signals, history: SignalHistory) -> Review:
+    """Decide before a step. Raises Infeasible when a change is forced and no plan fits the GPUs that stay."""
+    request = request_now(controller.request, signals)
+    now = held(seated, request)
+    step_s = seated.plan.step_s if now is None else now.step_s
+    lasting = signals.staying(signals.now_s + step_s + controller.drain_margin_s)
+    usable = frozenset(gpu.id for gpu in lasting)
+    thresholds = controller.thresholds
+    history = history.observed(signals, limits(thresholds), thresholds.hysteresis)
+    fresh = trigger_of(
+        signals,
+        history,
+        thresholds,
+        usable=usable,
+        in_use=seated.in_use,
+        fits=now is not None and _fits(seated, request, thresholds.headroom),
+    )
+    seated = seated if now is None else replace(seated, plan=now)
+    trigger = fresh or _standing(controller.policy, signals.step, history)
+    if trigger is None:
+        return Review(seated=seated, history=history)
+    if fresh is not None:
+        history = history.with_crossing(fresh.cause, signals.step).with_replan(signals, usable)
+    target = _proposed(controller, request, lasting, seated)
+    if same_units(seated, target):
+        return Review(seated=seated, history=history.settled(), trigger=trigger)
+    return _weighed(controller, seated, target, signals, history, trigger, now)
+
+
+def _standing(policy: AdmissionPolicy, step: int, history: SignalHistory) -> Trigger | None:
+    """A reason to plan though no signal fired: a better plan that was refused, or the policy's own time."""
+    if history.waiting_for is not None:
+        since = history.waiting_since
+        text = f"a better plan waits since step {since}"
+        return Trigger(cause=Cause(history.waiting_for), text=text, numbers={"since": float(since or 0)})
+    if policy.asks(step, history):
+        return Trigger(cause=Cause.SCHEDULE, text=f"{policy.name} plans before step {step}", numbers={})
+    return None
+
+
+def _weighed(
+    controller: Controller,
+    seated: Seated,
+    target: Seated,
+    signals: Signals,
+    history: SignalHistory,
+    trigger: Trigger,
+    now: Plan | None,
+) -> Review:
+    """Price the way, ask the policy, and note in the history what staying costs."""
+    workload = controller.request.workload
+    cost = transition_cost(seated, target, signals.pool, workload.models, workload.dtype, controller.costs)
+    runs = now is not None and not trigger.cause.forces
+    step_s = seated.plan.step_s
+    next_change = signals.next_change_s(signals.now_s + step_s)
+    change = ProposedChange(
+        step=signals.step,
+        trigger=trigger,
+        old=seated.text,
+        new=target.text,
+        old_step_s=step_s if runs else None,
+        new_step_s=target.plan.step_s,
+        predicted_s=cost.seconds,
+        steps_to_change=None if next_change is None else (next_change - signals.now_s) / step_s,
+    )
+    decision = judge(controller.policy, change, history)
+    if decision.admit:
+        return Review(seated=target, history=history, trigger=trigger, decision=decision, cost=cost)
+    if change.gain_s > 0 and trigger.cause is not Cause.SCHEDULE:
+        history = history.waiting(trigger.cause, signals.step, change.gain_s)
+    else:
+        history = history.settled()
+    return Review(seated=seated, history=history, trigger=trigger, decision=decision, cost=cost)
+
+
+def _proposed(
+    controller: Controller, request: PlanRequest, pool: tuple[Gpu, ...], before: Seated | None
+) -> Seated:
+    if controller.propose is not None:
+        return controller.propose(request, pool, before)
+    return proposal(request, controller.thresholds.headroom, pool, before)
+
+
+def proposal(request: PlanRequest, headroom: float, pool: tuple[Gpu, ...], before: Seated | None) -> Seated:
+    """The best plan over all shapes of the pool, seated. Raises Infeasible, with what would help, when none
+    fits.
+
+    Layouts are preferred that fit responses longer by `headroom` too. Where nothing fits as asked, smaller
+    micro-batches, then recomputation and the other remedies of the planner are tried on the same GPUs.
+    """
+    shapes = shapes_of(pool, request.cluster)
+    asked = [replace(request, cluster=shape.cluster) for shape in shapes]
+    found = [(_roomy(one, headroom), shape) for one, shape in zip(asked, shapes, strict=True)]
+    fitting = [(plan, shape) for plan, shape in found if plan is not None]
+    if not fitting:
+        fitting = [
+            (remedy.plan, shape)
+            for one, shape in zip(asked, shapes, strict=True)
+            for remedy in remedies(one)
+            if remedy.request.cluster == shape.cluster
+        ]
+    if not fitting:
+        require_plan(Priced.of(asked[0]))  # raises, saying what is short
+    plan, shape = min(fitting, key=lambda pair: pair[0].step_s)
+    sizes = state_bytes(request.workload.models, request.workload.dtype)
+    return seat(plan, shape, before, sizes)
+
+
+def _roomy(request: PlanRequest, headroom: float) -> Plan | None:
+    """The best plan whose layouts fit longer responses too; without one, the best that fits those of now."""
+    plan = best(request)
+    if plan is None or with_layouts(longer(request, headroom), sizes_of(plan)) is not None:
+        return plan
+    roomy = best(longer(request, headroom))
+    held_now = None if roomy is None else with_layouts(request, sizes_of(roomy))
+    return plan if held_now is None else held_now
+
+
+def _fits(seated: Seated, request: PlanRequest, headroom: float) -> bool:
+    """Whether the plan in force fits longer responses."""
+    return held(seated, longer(request, headroom)) is not None
+
+
+def same_units(one: Seated, other: Seated) -> bool:
+    """Whether two plans have the same units on the same GPUs, so that nothing has to move."""
+    return _units(one) == _units(other)
+
+
+def _units(seated: Seated) -> frozenset[tuple[str, int, int, tuple[int, ...], tuple[GpuId, ...]]]:
+    return frozenset(
+        (str(item.model_stage), item.tp, item.pp, item.layers, gpus)
+        for item in seated.plan.assignments
+        for gpus in seated.units(item)
+    )

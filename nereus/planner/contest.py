@@ -1,0 +1,88 @@
+"""Policies against one another over one trace, chosen by words such as `payback`, `every_3`, `oracle`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from nereus.config.adaptation import (
+    AnyGainPolicy,
+    EveryNPolicy,
+    NeverPolicy,
+    PaybackPolicy,
+    Policy,
+    Thresholds,
+    VerlGatePolicy,
+)
+from nereus.errors import ConfigError, explain
+from nereus.planner.adapt import Controller
+from nereus.planner.clairvoyant import nodes_cluster, oracle_controllers, true_request
+from nereus.planner.conditions import Trace
+from nereus.planner.held import best, layout_fixes, sizes_of
+from nereus.planner.policies.configured import policy_of
+from nereus.planner.policies.dp_scaling import DpScaling
+from nereus.planner.replay_run import Run
+from nereus.planner.request import PlanRequest
+from nereus.planner.simulate import replay
+from nereus.planner.transition_time import FixedCosts
+
+WORDS = ("fixed", "never", "any_gain", "every_N", "verl_gate", "payback", "payback=GAMMA", "oracle")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What all policies have in common."""
+
+    request: PlanRequest
+    trace: Trace
+    costs: FixedCosts
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    seed: int = 0
+
+    def run(self, word: str) -> Run:
+        """Replay one policy. Raises ConfigError for an unknown word."""
+        if word == "oracle":
+            controllers = oracle_controllers(self._controller(NeverPolicy()), self.trace)
+            return replay(controllers.__getitem__, self.trace, seed=self.seed, policy=word)
+        if word == "fixed":
+            controller = replace(self._controller(NeverPolicy()), policy=DpScaling())
+            return replay(replace(controller, request=self._fixed()), self.trace, seed=self.seed)
+        return replay(self._controller(parse_policy(word)), self.trace, seed=self.seed, policy=word)
+
+    def _controller(self, policy: Policy) -> Controller:
+        return Controller(
+            request=self.request,
+            policy=policy_of(policy),
+            thresholds=self.thresholds,
+            costs=self.costs,
+        )
+
+    def _fixed(self) -> PlanRequest:
+        """The request with every tp and pp as the best plan at the start has them; dp stays free."""
+        start = self.trace.steps[0]
+        asked = replace(
+            true_request(self.request, start),
+            cluster=nodes_cluster(self.request.cluster, len(start.nodes)),
+        )
+        plan = best(asked)
+        if plan is None:
+            raise ConfigError(explain("cannot fix the layouts", rule="a plan fits at the trace's start"))
+        fixes = (*self.request.fixed, *layout_fixes(sizes_of(plan), dp=False))
+        return replace(self.request, fixed=fixes, placement=plan.arrangement.placement)
+
+
+def parse_policy(word: str) -> Policy:
+    """Read a policy's word. Raises ConfigError that lists them."""
+    if every := re.fullmatch(r"every_(\d+)", word):
+        return EveryNPolicy(steps=int(every[1]))
+    if gamma := re.fullmatch(r"payback=(0?\.\d+|1(?:\.0*)?)", word):
+        return PaybackPolicy(gamma=float(gamma[1]))
+    simple: dict[str, Policy] = {
+        "payback": PaybackPolicy(),
+        "any_gain": AnyGainPolicy(),
+        "verl_gate": VerlGatePolicy(),
+        "never": NeverPolicy(),
+    }
+    if word not in simple:
+        raise ConfigError(explain(f"unknown policy {word!r}", rule=f"policies are {', '.join(WORDS)}"))
+    return simple[word]

@@ -1,0 +1,91 @@
+"""A plan in force, priced for the work of now: layouts as they are, micro-batches and the like chosen anew.
+
+A model-stage's own options (micro-batch, recomputation, sequences held at once) move no state, so a job sets
+them again at every boundary. The search that made the plan chooses them, with every layout fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from nereus.planner.choose import Priced, best_of, best_plan
+from nereus.planner.fixed import Choice, Fix
+from nereus.planner.plan import Plan
+from nereus.planner.request import PlanRequest
+from nereus.planner.seating import Seated
+from nereus.planner.sweep import with_response_length
+from nereus.planner.workload import ModelStage
+
+Sizes = tuple[tuple[ModelStage, int, int, int], ...]
+_LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS, Choice.GPU)
+
+
+@lru_cache(maxsize=512)
+def priced(request: PlanRequest) -> Priced:
+    """A request's candidates, remembered: a job that drifts asks the same question again and again."""
+    return Priced.of(request)
+
+
+@lru_cache(maxsize=16384)
+def best(request: PlanRequest) -> Plan | None:
+    """The best plan of a request, remembered; None where nothing fits."""
+    return best_of(priced(request))
+
+
+def held(seated: Seated, request: PlanRequest) -> Plan | None:
+    """The same layouts on the same ranks under the request's work and calibration; None where they do not
+    fit.
+
+    Of the request's cluster nothing is used: the plan stays on its own.
+    """
+    now = seated.plan
+    asked = replace(request, cluster=seated.cluster, placement=now.arrangement.placement)
+    found = with_layouts(asked, sizes_of(now))
+    if found is None:
+        return None
+    ranks = {item.model_stage: item.ranks for item in now.assignments}
+    return replace(
+        found,
+        assignments=tuple(replace(item, ranks=ranks[item.model_stage]) for item in found.assignments),
+    )
+
+
+def sizes_of(plan: Plan) -> Sizes:
+    """(tp, pp, dp) of every model-stage."""
+    return tuple((item.model_stage, item.tp, item.pp, item.dp) for item in plan.assignments)
+
+
+@lru_cache(maxsize=65536)
+def with_layouts(request: PlanRequest, sizes: Sizes) -> Plan | None:
+    """The best plan with these layouts; None where they do not fit."""
+    if max(tp * pp * dp for _, tp, pp, dp in sizes) > request.cluster.num_gpus:
+        return None
+    chosen = priced(request)
+    for stage, tp, pp, dp in sizes:
+        rows = chosen.set_of(stage)
+        same = (rows.tp == tp) & (rows.pp == pp) & (rows.dp == dp)
+        if not same.any():  # too big, or a dp that the space leaves out as no better than a smaller one
+            return _with_fixes(request, sizes)
+        chosen = chosen.keep(stage, same)
+    return best_of(chosen)
+
+
+def _with_fixes(request: PlanRequest, sizes: Sizes) -> Plan | None:
+    others = tuple(fix for fix in request.fixed if fix.choice not in _LAYOUT)
+    return best_plan(replace(request, fixed=others + layout_fixes(sizes)))
+
+
+def layout_fixes(sizes: Sizes, *, dp: bool = True) -> tuple[Fix, ...]:
+    """Layouts as fixed choices; without `dp` the number of units stays free."""
+    choices = (Choice.TP, Choice.PP, Choice.DP) if dp else (Choice.TP, Choice.PP)
+    return tuple(
+        Fix(scope=str(stage), choice=choice, value=value)
+        for stage, *values in sizes
+        for choice, value in zip(choices, values, strict=False)
+    )
+
+
+def longer(request: PlanRequest, headroom: float) -> PlanRequest:
+    """The request with all responses longer by this share."""
+    return with_response_length(request, request.workload.response.maximum * (1 + headroom))

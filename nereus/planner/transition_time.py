@@ -1,0 +1,153 @@
+"""What the way from one plan to another takes: the transition's graph and schedule, timed, plus fixed costs.
+
+The same graph and schedule as a live transition runs; chains are timed by their reshard plans over the
+cluster's links. Nothing is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nereus.emu.chain_time import planned
+from nereus.emu.decoder import DType, decoder_spec
+from nereus.emu.graph import build_graph
+from nereus.emu.kinds import serving_kinds, training_kinds
+from nereus.emu.layout import Layout
+from nereus.emu.schedule import schedule
+from nereus.emu.schedule_problem import Room
+from nereus.emu.shard_bytes import sizes_of
+from nereus.emu.tensor import ModelSpec
+from nereus.emu.topology import Link, Topology
+from nereus.emu.unit import ClusterState, Unit, UnitId
+from nereus.errors import Infeasible, InvalidOperation, NoSource
+from nereus.planner.memory import usable_bytes
+from nereus.planner.profile import ClusterProfile, LinkProfile
+from nereus.planner.seating import Seated
+from nereus.planner.signals import Gpu, GpuId
+from nereus.planner.workload import ModelShapes, ModelStage, Stage
+
+_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedCosts:
+    """Seconds of a transition that no byte explains: votes, decision, new process groups, engines anew.
+
+    `restart_s` is what it takes instead when no live GPU holds some state, or old and new state fit nowhere:
+    all stops, and resumes from the last checkpoint under the new plan.
+    """
+
+    transition_s: float
+    restart_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransitionCost:
+    """Predicted seconds of a transition: `moving_s` by the schedule, `fixed_s` beside. `from_checkpoint`
+    names why the state has to come from the checkpoint, None where it moves in place.
+    """
+
+    moving_s: float
+    fixed_s: float
+    num_operations: int
+    from_checkpoint: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.moving_s + self.fixed_s
+
+
+def transition_cost(
+    before: Seated,
+    after: Seated,
+    pool: Iterable[Gpu],
+    models: ModelShapes,
+    dtype: str,
+    fixed: FixedCosts,
+) -> TransitionCost:
+    """Predict the transition on the GPUs of `pool` that still live; units with a lost GPU hold nothing.
+
+    `models` and `dtype` are the workload's. What cannot move in place is priced as a restart, and says so.
+    """
+    gpus = tuple(pool)
+    alive = frozenset(gpu.id for gpu in gpus)
+    topology = topology_of(gpus, after.cluster)
+    specs = _specs(models, dtype)
+    try:
+        graph = build_graph(cluster_state(before, alive, dtype), cluster_state(after, alive, dtype), topology)
+        sizes = sizes_of(specs)
+        room = Room(cap_bytes=usable_bytes(after.cluster, after.cluster.gpu_kinds[0]))
+        plan = schedule(graph, sizes, room, topology, planned(specs, topology), tries=1)
+    except (NoSource, InvalidOperation, Infeasible) as error:
+        return TransitionCost(
+            moving_s=0.0, fixed_s=fixed.restart_s, num_operations=0, from_checkpoint=str(error)
+        )
+    num_operations = sum(len(chain.operations) for chain in graph.chains)
+    return TransitionCost(
+        moving_s=plan.makespan_s,
+        fixed_s=fixed.transition_s if num_operations else 0.0,
+        num_operations=num_operations,
+    )
+
+
+def cluster_state(seated: Seated, alive: frozenset[GpuId], dtype: str) -> ClusterState:
+    """The units of a plan on GPUs that live; a unit with a lost GPU is gone. Shared weights count once."""
+    training, serving = training_kinds(_DTYPES[dtype]), serving_kinds(_DTYPES[dtype])
+    units = [
+        Unit(
+            id=UnitId(str(item.model_stage), number),
+            model=str(item.model_stage.model),
+            layout=Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers),
+            kinds=training if item.model_stage.stage is Stage.TRAINING else serving,
+        )
+        for item in seated.plan.assignments
+        if not item.shares_weights
+        for number, ranks in enumerate(seated.units(item))
+        if alive.issuperset(ranks)
+    ]
+    return ClusterState.of(units, alive)
+
+
+def topology_of(pool: Iterable[Gpu], cluster: ClusterProfile) -> Topology:
+    """The pool's nodes with the cluster's links at the bandwidth that large transfers reach."""
+    nodes: dict[int, list[GpuId]] = {}
+    for gpu in sorted(pool):
+        nodes.setdefault(gpu.node, []).append(gpu.id)
+    kind = cluster.pools[0]
+    return Topology(
+        nodes=tuple(tuple(ids) for ids in nodes.values()),
+        memory=Link(bytes_per_s=kind.gpu.memory_bandwidth_Bps / 2, latency_s=5e-6),  # a copy reads and writes
+        node=_link(kind.scale_up),
+        network=_link(cluster.scale_out),
+    )
+
+
+def _link(profile: LinkProfile) -> Link:
+    return Link(bytes_per_s=profile.bandwidth_Bps * profile.efficiency, latency_s=profile.latency_s)
+
+
+def state_bytes(models: ModelShapes, dtype: str) -> dict[str, float]:
+    """Bytes of one whole replica of every model-stage."""
+    sizes = {}
+    for stage in ModelStage:
+        shape = models.of(stage.model)
+        kinds = (training_kinds if stage.stage is Stage.TRAINING else serving_kinds)(_DTYPES[dtype])
+        if shape is not None:
+            sizes[str(stage)] = float(shape.num_parameters) * sum(kind.num_bytes for kind in kinds)
+    return sizes
+
+
+def _specs(models: ModelShapes, dtype: str) -> dict[str, ModelSpec]:
+    named = {
+        "actor": models.actor,
+        "critic": models.critic,
+        "reference": models.reference,
+        "reward": models.reward,
+    }
+    return {
+        name: decoder_spec(shape.with_dtype(_DTYPES[dtype]))
+        for name, shape in named.items()
+        if shape is not None
+    }
