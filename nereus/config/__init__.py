@@ -6,6 +6,7 @@ closed sets are enums, and alternatives are unions told apart by `kind`. `nereus
 file.
 """
 
+from nereus.config.adaptation import AdaptationConfig
 from nereus.config.algorithm import (
     Aggregation,
     GrpoConfig,
@@ -23,6 +24,7 @@ from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
 
 __all__ = [
+    "AdaptationConfig",
     "Aggregation",
     "BatchConfig",
     "CampaignConfig",

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from nereus.config.adaptation import AdaptationConfig
 from nereus.config.algorithm import GrpoConfig, PpoConfig, RemaxConfig
 from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.models import ModelsConfig
@@ -65,6 +66,10 @@ class CampaignConfig(Frozen):
     """The parallelism, from the first step on."""
     changes: tuple[PlanChange, ...] = ()
     """Changes of it that are known beforehand; the job moves in place between two steps."""
+    adaptation: AdaptationConfig | None = None
+    """Plan anew when lengths, GPUs or speed drift, and move in place where that pays; then `plan` and
+    `changes` are not used. Without it the plan is fixed.
+    """
     cluster: ClusterConfig = ClusterConfig()
     """The Ray cluster."""
     checkpoint: CheckpointConfig = CheckpointConfig()

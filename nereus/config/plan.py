@@ -99,6 +99,10 @@ class ClusterConfig(Frozen):
     """
     gpus: int = Field(default=1, ge=1)
     """Number of GPUs (workers) that the campaign uses."""
+    max_gpus: int | None = Field(default=None, ge=1)
+    """With `adaptation`, up to how many GPUs the campaign takes when they are free; `gpus` when absent."""
+    gpu_kind: str | None = None
+    """Kind of the GPUs for the planner, e.g. `H100`; what the device says when absent, `CPU` on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` makes the GPUs logical: worker processes on cores, with gloo. `auto` takes cuda where there is
     one.

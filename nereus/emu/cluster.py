@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from nereus.emu.store import Store
 from nereus.emu.worker import Worker
 from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, explain
 
+START_S = 300.0  # a worker imports torch, on a busy machine from a cold disk
 POLL_S = 0.5  # the longest a stop goes unnoticed (docs/design/cancellation.md)
 
 
@@ -78,6 +80,7 @@ class Cluster:
         *,
         address: str,
         num_workers: int,
+        max_workers: int,
         device: str,
         threads: int,
         timeout_s: float,
@@ -85,8 +88,8 @@ class Cluster:
     ) -> Cluster:
         """Connect to Ray (or start a private one for `address="local"`) and start one worker for each GPU.
 
-        On `device="cpu"` GPUs are logical: a private Ray is told of as many as there are workers. `timeout_s`
-        bounds every collective. `stop` ends every wait when it is set.
+        On `device="cpu"` GPUs are logical: a private Ray is told of `max_workers` of them. `timeout_s` bounds
+        every collective. `stop` ends every wait when it is set.
         """
         owns = not ray.is_initialized()
         private = address == "local"
@@ -95,7 +98,7 @@ class Cluster:
                 ray.init(
                     address=address,
                     include_dashboard=False if private else None,
-                    num_gpus=num_workers if private and device == "cpu" else None,
+                    num_gpus=max_workers if private and device == "cpu" else None,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )
@@ -108,18 +111,36 @@ class Cluster:
             timeout_s=timeout_s,
             stop=stop,
         )
-        cluster.add(num_workers)
+        started = cluster.add(num_workers, timeout_s=START_S)
+        if len(started) < num_workers:
+            cluster.close()
+            raise WorkerLost(
+                explain(
+                    f"cannot start {num_workers} workers",
+                    values=f"{len(started)} started in {START_S:.0f} s; the cluster has no more free GPUs",
+                    rule="every worker needs a GPU of its own",
+                    remedy="lower cluster.gpus, or wait until another job has freed its GPUs",
+                )
+            )
         return cluster
 
-    def add(self, num_workers: int) -> tuple[Rank, ...]:
-        """Start workers on free GPUs; their ranks are new, a rank is never used twice. They are in no
-        world yet.
+    def add(self, num_workers: int, *, timeout_s: float) -> tuple[Rank, ...]:
+        """Start workers on free GPUs, and return those that came up in time; the others are ended.
+
+        Their ranks are new: a rank is never used twice. They are in no world yet.
         """
-        fresh = tuple(range(self._newest + 1, self._newest + 1 + num_workers))
-        self._actors |= {rank: self._make(rank) for rank in fresh}
+        fresh = range(self._newest + 1, self._newest + 1 + num_workers)
         self._newest += num_workers
-        self._nodes |= self.run(dict.fromkeys(fresh, Call("node")), what="start the workers")
-        return fresh
+        self._actors |= {rank: self._make(rank) for rank in fresh}
+        asked = self.submit(dict.fromkeys(fresh, Call("attach", (self._store.address, self._timeout_s))))
+        end = time.monotonic() + timeout_s
+        waiting = list(asked)
+        while waiting and time.monotonic() < end and not self.stop.is_set():
+            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
+            for ref in ready:
+                self._nodes[asked[ref]] = _value(ref, asked[ref], "start the workers")[0]
+        self.end(asked[ref] for ref in waiting)
+        return tuple(rank for rank in fresh if rank in self._actors)
 
     def end(self, ranks: Iterable[Rank]) -> None:
         """End workers that hold nothing any more; their GPUs are free at once."""
@@ -129,7 +150,8 @@ class Cluster:
     @property
     def num_free_gpus(self) -> int:
         """GPUs of the Ray cluster that nobody uses."""
-        return int(ray.available_resources().get("GPU", 0))
+        resources = ray.available_resources()  # type: ignore[no-untyped-call]
+        return int(resources.get("GPU", 0))
 
     def pool(self) -> tuple[PooledGpu, ...]:
         """The live workers with their nodes, and when a node that is being drained goes away."""

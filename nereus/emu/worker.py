@@ -85,9 +85,18 @@ class Worker:
         """This process's id; returns once the worker is ready."""
         return os.getpid()
 
-    def node(self) -> str:
-        """The id of the Ray node that this worker runs on."""
+    def attach(self, address: StoreAddress, timeout_s: float) -> str:
+        """Connect; returns the id of the Ray node that this worker runs on."""
+        self.connect(address, timeout_s)
         return str(ray.get_runtime_context().get_node_id())
+
+    def connect(self, address: StoreAddress, timeout_s: float) -> None:
+        """Connect to the driver's store: from then on state can be moved here."""
+        transport = CollectiveTransport.connect(
+            address, worker=self.rank, device=self.device, timeout_s=timeout_s
+        )
+        executor = Executor(transport, self.device)
+        self._participant = Participant(worker=self.rank, executor=executor, allocate=self._allocate)
 
     def join(self, address: StoreAddress, number: int, workers: Sequence[Rank], timeout_s: float) -> None:
         """Enter a generation of the world; collective over `workers`."""
@@ -101,12 +110,6 @@ class Worker:
             device=self.device,
             timeout_s=timeout_s,
         )
-        if self._participant is None:
-            transport = CollectiveTransport.connect(
-                address, worker=self.rank, device=self.device, timeout_s=timeout_s
-            )
-            executor = Executor(transport, self.device)
-            self._participant = Participant(worker=self.rank, executor=executor, allocate=self._allocate)
 
     def build(self, spec: StageSpec) -> int:
         """Make and fill this worker's shard of a model-stage; returns the bytes of its state, 0 without one.
@@ -220,7 +223,7 @@ class Worker:
     @property
     def participant(self) -> Participant:
         """This worker's side of transitions."""
-        assert self._participant is not None, "a worker joins a generation before anything is moved"
+        assert self._participant is not None, "a worker is attached before anything is moved"
         return self._participant
 
     def write_checkpoint(self, stage: str, model: str, folder: Path) -> tuple[Part, int]:

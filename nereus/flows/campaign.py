@@ -15,6 +15,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
+from nereus.flows.adapt import adapt
 from nereus.flows.recovery import surviving_step
 from nereus.flows.step import MAX_CONCURRENT
 from nereus.flows.tracking import level
@@ -71,7 +72,10 @@ def run_steps(job: Job) -> None:
     config = job.config
     last_step_s: float | None = None
     while job.state.step < config.steps:
-        follow_plan(job)
+        if job.adapter:
+            adapt(job)
+        else:
+            follow_plan(job)
         record = surviving_step(job, level(config.tracking, last_step_s))
         job.finish_step(record)
         last_step_s = record.step_s

@@ -8,16 +8,20 @@ sample is lost or counted twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prefect import flow
 
 from nereus.config import Tracking
 from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
+from nereus.emu.stage import StageSpec
 from nereus.errors import NoSource, StageFailed, TransportError, WorkerLost
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.step import tracked_step
 from nereus.flows.transition import carry_out
 from nereus.record.step import StepRecord
+from nereus.tasks.adapt import seated_stages
 from nereus.tasks.counters import stale_ranks
 from nereus.tasks.job import Job
 from nereus.tasks.restart import restart_from_storage
@@ -54,7 +58,7 @@ def recovery_flow(step: int, gone: list[Rank]) -> Decision | None:
     goes back to its step: then there is no decision.
     """
     job = current_job()
-    then = on_survivors(job.stages, job.cluster.ranks)
+    then = stages_of_survivors(job)
     try:
         transition = plan_transition(job.stages, then, lost=frozenset(gone) | stale_ranks(job))
     except NoSource as error:
@@ -62,3 +66,10 @@ def recovery_flow(step: int, gone: list[Rank]) -> Decision | None:
         restart_from_storage(job, then)
         return None
     return carry_out(job, transition)
+
+
+def stages_of_survivors(job: Job) -> Mapping[str, StageSpec]:
+    """Where to go on: the best plan for who is left in a job that adapts, else the smallest change."""
+    if job.adapter is None:
+        return on_survivors(job.stages, job.cluster.ranks)
+    return seated_stages(job.stages, job.adapter.without(job.cluster.pool(), job.state.step))

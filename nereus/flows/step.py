@@ -24,7 +24,7 @@ from nereus.tasks.generate import generate
 from nereus.tasks.job import Job
 from nereus.tasks.learn import learn
 from nereus.tasks.losses import policy_loss_of, value_loss_of
-from nereus.tasks.observe import observe
+from nereus.tasks.observe import observe, peak_memory
 from nereus.tasks.publish import publish
 from nereus.tasks.rates import learning_rate
 from nereus.tasks.score import score_reference, score_rewards, score_values
@@ -79,13 +79,14 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
         trained[TRAINING] = once.start("actor", learn, job, TRAINING, batch, objective, rate).result()
         once.start("publish", publish, job).result()
 
+    memory = peak_memory(job)
     job.state = replace(
         job.state,
         step=step + 1,
         policy_version=job.state.policy_version + (TRAINING in trained),
         cursor=cursor,
     )
-    return observe(job, rollouts, rewards, trained, time.perf_counter() - started)
+    return observe(job, rollouts, rewards, trained, memory, time.perf_counter() - started)
 
 
 @flow(

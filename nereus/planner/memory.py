@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from nereus.planner.candidates import as_candidates
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.shard_size import stage_parameters
-from nereus.planner.stage_bytes import PERSISTENT, generation_bytes, inference_bytes, training_bytes
+from nereus.planner.stage_bytes import FIXED, PERSISTENT, generation_bytes, inference_bytes, training_bytes
 from nereus.planner.workload import ModelStage, Stage, Workload
 
 Floats = NDArray[np.float64]
@@ -69,7 +69,7 @@ def stage_memories(
     Raises ConfigError for a model the workload lacks or an unknown GPU kind.
     """
     sizes = as_candidates(tp, pp, dp)
-    cluster.pool(gpu_kind)  # no term depends on the kind, but a stranger is an error
+    fixed_share = cluster.pool(gpu_kind).gpu.fixed_share
     shape = workload.shape(model_stage)
     if model_stage.stage is Stage.GENERATION:
         terms = generation_bytes(shape, workload, *sizes)
@@ -77,6 +77,7 @@ def stage_memories(
         terms = inference_bytes(shape, workload, *sizes)
     else:
         terms = training_bytes(shape, workload, *sizes)
+    terms = {name: term * fixed_share if name in FIXED else term for name, term in terms.items()}
     kept = np.asarray(sum(term for name, term in terms.items() if name in PERSISTENT))
     return StageMemories(
         persistent_bytes=kept, transient_bytes=np.asarray(sum(terms.values())) - kept, terms=terms

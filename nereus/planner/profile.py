@@ -56,6 +56,8 @@ class GpuProfile:
     network: str
     host_link: str
     gpus_per_node: int = 8
+    fixed_share: float = 1.0
+    """Share of a GPU's fixed memory (context, captured graphs, communicators) that such a device has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,7 @@ def _gpus(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuProfile]:
             network=str(row["network"]),
             host_link=str(row["host_link"]),
             gpus_per_node=int(row.get("gpus_per_node", 8)),
+            fixed_share=float(row.get("fixed_share", 1.0)),
         )
         for name, row in tree.items()
     }

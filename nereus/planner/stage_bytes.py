@@ -26,6 +26,7 @@ Terms = dict[str, Floats]
 _Holds = bool | NDArray[np.bool_]
 
 PERSISTENT = ("weights", "gradients", "master", "moments")
+FIXED = ("context", "graphs", "communication")
 
 _CONTEXT_BYTES = 3.5e9  # driver context, library workspaces, engine buffers (the figure of aiconfigurator)
 _GROUP_BYTES = 0.35e9  # buffers of one set of communicators

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from nereus.config import CampaignConfig
 from nereus.data.order import Cursor
@@ -29,6 +29,8 @@ from nereus.record.metrics import MetricsLog
 from nereus.record.step import StepRecord
 from nereus.rewards.function import RewardFunction
 from nereus.rewards.process import reward_process
+from nereus.tasks.adapt import Adapter, seated_stages, start_adapter
+from nereus.tasks.device import device
 from nereus.tasks.prepare import Prepared
 from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
 from nereus.tasks.stages import GENERATION, TRAINING
@@ -46,6 +48,14 @@ class CampaignState:
     cursor: Cursor = field(default_factory=Cursor)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Response lengths of a step's rows, and seconds of the busiest worker by kind of work."""
+
+    lengths_b: Tensor
+    work_s: Mapping[str, float]
+
+
 @dataclass(kw_only=True)
 class Job:
     """The live parts of one campaign. Only the campaign's driver changes it, between stages."""
@@ -60,6 +70,8 @@ class Job:
     state: CampaignState
     planned: Mapping[str, StageSpec]
     """The model-stages as the plan in force names them; `stages` has the ranks that were chosen."""
+    adapter: Adapter | None
+    """The controller of a job that adapts."""
     adam_steps: dict[str, int]
     """Optimizer steps that each trained model-stage had taken when the last stage completed."""
     checkpoint: Path | None = None
@@ -68,6 +80,10 @@ class Job:
     """Results of the stages that this step has completed: a step that is tried again does not repeat them."""
     tried: int = -1
     """The step that was tried last."""
+    measured: Measured | None = None
+    """What the last step showed."""
+    target: Mapping[str, StageSpec] | None = None
+    """The model-stages of the transition that was admitted last."""
     again: bool = False
     """Whether this is another try of it."""
 
@@ -132,6 +148,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
         cluster = Cluster.start(
             address=config.cluster.address,
             num_workers=config.cluster.gpus,
+            max_workers=config.cluster.max_gpus or config.cluster.gpus,
             device=device(config),
             threads=config.cluster.threads,
             timeout_s=config.cluster.timeout_s,
@@ -139,6 +156,12 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
         )
         stack.callback(cluster.close)
         stack.callback(stop.set)
+        adapter = None
+        if config.adaptation is not None:
+            models, pool = prepared.models, cluster.pool()
+            adapter = start_adapter(config, config.adaptation, models, pool, step=state.step)
+            planned = seated_stages(planned, adapter.seated)
+            stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
         cluster.join()
         sync = build_stages(cluster, stages)
         yield Job(
@@ -146,6 +169,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             cluster=cluster,
             stages=stages,
             planned=planned,
+            adapter=adapter,
             weight_sync=sync,
             reward=reward,
             log=log,
@@ -195,13 +219,6 @@ def sync_calls(ranks: Iterable[Rank]) -> dict[Rank, Call]:
     """One weight sync on all workers of its plan."""
     call = Call("sync_weights", (TRAINING, GENERATION, SYNC_DEADLINE_S))
     return dict.fromkeys(ranks, call)
-
-
-def device(config: CampaignConfig) -> str:
-    """`cpu` or `cuda`, `auto` resolved by what this machine has."""
-    if config.cluster.device != "auto":
-        return config.cluster.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _reward(prepared: Prepared) -> AbstractContextManager[RewardFunction | None]:

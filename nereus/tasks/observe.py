@@ -1,4 +1,4 @@
-"""Stage observe: from a step's values to its record. Pure but for asking workers for their peak memory."""
+"""Stage observe: from a step's values to its record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from nereus.emu.batch import Rollouts, TrainMetrics
 from nereus.emu.cluster import Call
 from nereus.record.step import StepRecord
-from nereus.tasks.job import Job
+from nereus.tasks.job import Job, Measured
 from nereus.tasks.score import Rewards
 
 
@@ -18,6 +18,7 @@ def observe(
     rollouts: Rollouts,
     rewards: Rewards,
     trained: Mapping[str, TrainMetrics],
+    memory_bytes: Mapping[str, int],
     step_s: float,
 ) -> StepRecord:
     """The record of the step that just ended; `job.state` is already the state after it.
@@ -32,6 +33,7 @@ def observe(
     prompt_tokens = int(rollouts.batch.prompt_lens_b.sum())
     response_tokens = int(rollouts.batch.response_lens_b.sum())
     work_s = dict(job.stage_s) | job.cluster.take_busy_s()
+    job.measured = Measured(lengths_b=lengths_b, work_s=work_s)
     actor = trained.get("actor.training")
     return StepRecord(
         step=job.state.step - 1,
@@ -50,7 +52,7 @@ def observe(
         stage_s=dict(job.stage_s),
         step_s=step_s,
         tokens_per_s=(prompt_tokens + response_tokens) / step_s,
-        memory_bytes=peak_memory(job),
+        memory_bytes=memory_bytes,
         plan={name: spec.text for name, spec in job.stages.items()},
         learning_rate=actor.learning_rate if actor else 0.0,
         stats=_stats(trained) | {f"missing/{reason}": float(n) for reason, n in rewards.missing.items()},

@@ -44,6 +44,7 @@ class Driver:
 
     def __init__(self, workers: Workers, address: StoreAddress) -> None:
         self._workers, self._address = workers, address
+        workers.run(do, "connect", address, 60.0)
         self._generation = 0
 
     def build(self, spec: StageSpec) -> None:

@@ -1,0 +1,215 @@
+"""The controller at work in a live job: signals from what was measured, and a plan as model-stages.
+
+step records, pool ─▶ signals ─▶ review (planner, pure) ─▶ stay | model-stages to move to
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nereus.config import AdaptationConfig, CampaignConfig
+from nereus.emu.cluster import PooledGpu
+from nereus.emu.decoder import decoder_spec
+from nereus.emu.layout import Layout
+from nereus.emu.stage import StageSpec
+from nereus.errors import ConfigError, explain
+from nereus.planner.adapt import Controller, Review, first, review
+from nereus.planner.lengths import LengthDistribution
+from nereus.planner.policies.configured import policy_of
+from nereus.planner.profile import ClusterProfile, builtin_gpus
+from nereus.planner.request import PlanRequest, StageOptions
+from nereus.planner.seating import Seated
+from nereus.planner.signals import Gpu, SignalHistory, Signals, Switch
+from nereus.planner.stage_gains import StageGains
+from nereus.planner.transition_time import FixedCosts
+from nereus.planner.workload import Algorithm, Model, ModelShapes, ModelStage, Recompute, Stage, Workload
+from nereus.tasks.device import device
+from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, REWARD, TRAINING, StageModel
+
+# Before anything was measured: votes, decision, a new generation, engines anew on this machine's CPUs.
+COSTS = FixedCosts(transition_s=0.3, restart_s=10.0)
+STAGE_OF_WORK = {
+    "generate": Stage.GENERATION,
+    "score reference": Stage.INFERENCE,
+    "score values": Stage.INFERENCE,
+    "learn actor.training": Stage.TRAINING,
+    "learn critic.training": Stage.TRAINING,
+}
+
+
+@dataclass(kw_only=True)
+class Adapter:
+    """The controller of one job with what it remembers. Changed only between steps."""
+
+    controller: Controller
+    seated: Seated
+    history: SignalHistory
+    gains: StageGains
+    last: Signals
+
+    def observe(self, signals: Signals) -> Review:
+        """Review the plan in force before a step; the history goes on from here."""
+        outcome = review(self.controller, self.seated, signals, self.history)
+        self.last, self.history = signals, outcome.history
+        if not outcome.moves:
+            self.seated = outcome.seated
+        return outcome
+
+    def settle(self, outcome: Review, seconds: float) -> None:
+        """A proposed transition was carried out and took this long."""
+        assert outcome.decision is not None, "a transition was decided"
+        self.seated = outcome.seated
+        switch = Switch(
+            step=self.last.step, predicted_s=outcome.decision.change.predicted_s, measured_s=seconds
+        )
+        self.history = self.history.with_transition(switch)
+
+    def without(self, pool: tuple[PooledGpu, ...], step: int) -> Seated:
+        """The best plan on the GPUs that are left, profitable or not; it is in force from here on."""
+        signals = replace(self.last, step=step, pool=gpus_of(pool), peak_memory_bytes={})
+        self.seated, _ = first(self.controller, signals)
+        self.history = self.history.with_replan(signals, frozenset(gpu.id for gpu in signals.pool))
+        self.last = signals
+        return self.seated
+
+
+def start_adapter(
+    config: CampaignConfig,
+    adaptation: AdaptationConfig,
+    models: Mapping[str, StageModel],
+    pool: tuple[PooledGpu, ...],
+    *,
+    step: int,
+) -> Adapter:
+    """Choose the first plan for the pool. Raises Infeasible, saying what would help, when none fits."""
+    controller = Controller(
+        request=request_of(config, models),
+        policy=policy_of(adaptation.policy),
+        thresholds=adaptation.thresholds,
+        costs=COSTS,
+        drain_margin_s=adaptation.drain_margin_s,
+    )
+    response = controller.request.workload.response
+    signals = Signals(step=step, now_s=time.time(), response=response, pool=gpus_of(pool))
+    seated, history = first(controller, signals)
+    return Adapter(controller=controller, seated=seated, history=history, gains=StageGains(), last=signals)
+
+
+def request_of(config: CampaignConfig, models: Mapping[str, StageModel]) -> PlanRequest:
+    """The planning question of a campaign. The critic serves and trains with one layout; rows stay as
+    configured.
+    """
+    rows = config.batch.micro_batch_rows
+    shapes = {name: stage.model for name, stage in models.items()}
+    recompute = Recompute.FULL if config.models.recompute else Recompute.NONE
+    limit = config.sampling.max_new_tokens
+    workload = Workload(
+        algorithm=Algorithm(config.algorithm.kind),
+        models=ModelShapes(
+            actor=shapes[TRAINING],
+            critic=shapes.get(CRITIC),
+            reference=shapes.get(REFERENCE),
+            reward=shapes.get(REWARD),
+        ),
+        num_prompts=config.batch.prompts,
+        num_samples=config.batch.samples,
+        prompt_tokens=config.prompts.max_tokens,
+        # Until lengths were measured: a quarter of the limit on average, with a tail up to it.
+        response=LengthDistribution.from_mean_p95_max(limit / 4, limit * 3 / 4, limit),
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.models.precision.value],
+        recompute=recompute,
+        micro_batch=rows,
+        num_epochs=config.batch.epochs,
+        num_mini_batches=config.batch.mini_batches,
+        old_logprobs=False,
+    )
+    return PlanRequest(
+        workload=workload,
+        cluster=ClusterProfile.parse(f"1x{config.cluster.gpus}x{gpu_kind(config)}"),
+        share=frozenset({Model.CRITIC}) if CRITIC in models else frozenset(),
+        options=StageOptions(
+            train_micro_batches=(rows,),
+            score_micro_batches=(rows,),
+            recomputes=(recompute,),
+            max_residents=(None,),
+        ),
+    )
+
+
+def gpu_kind(config: CampaignConfig) -> str:
+    """The kind of GPU to plan for: as configured, else by the device's own name. Raises ConfigError if
+    unknown.
+    """
+    if config.cluster.gpu_kind is not None:
+        return config.cluster.gpu_kind
+    if device(config) == "cpu":
+        return "CPU"
+    name = torch.cuda.get_device_name()
+    known = next((kind for kind in builtin_gpus() if kind.split("-")[0] in name), None)
+    if known is None:
+        raise ConfigError(
+            explain(
+                "cannot plan for this GPU",
+                values=name,
+                rule=f"known kinds are {', '.join(builtin_gpus())}",
+                remedy="name the closest one with cluster.gpu_kind",
+            )
+        )
+    return known
+
+
+def gpus_of(pool: tuple[PooledGpu, ...]) -> tuple[Gpu, ...]:
+    """The pool as the planner counts it: a worker's rank is its GPU's id."""
+    return tuple(Gpu(id=gpu.rank, node=gpu.node, drain_s=gpu.drain_at_s) for gpu in pool)
+
+
+def signals_after(
+    adapter: Adapter,
+    *,
+    step: int,
+    lengths_b: Tensor,
+    work_s: Mapping[str, float],
+    pool: tuple[PooledGpu, ...],
+) -> Signals:
+    """What the step before `step` showed. `work_s` are seconds of the busiest worker by kind of work."""
+    measured = dict.fromkeys(Stage, 0.0)
+    for name, seconds in work_s.items():
+        if name in STAGE_OF_WORK:
+            measured[STAGE_OF_WORK[name]] += seconds
+    predicted = adapter.seated.plan.stage_s
+    ratios = {
+        stage: measured[stage] / predicted[stage]
+        for stage in Stage
+        if measured[stage] > 0 and predicted.get(stage, 0.0) > 0
+    }
+    adapter.gains = adapter.gains.observed(ratios, adapter.last.calibration)
+    return Signals(
+        step=step,
+        now_s=time.time(),
+        response=LengthDistribution.from_lengths(lengths_b.to(torch.float64).numpy()),
+        pool=gpus_of(pool),
+        stage_s={str(stage): seconds for stage, seconds in measured.items()},
+        efficiency=adapter.gains.efficiency,
+        calibration=adapter.gains.calibration,
+    )
+
+
+def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, StageSpec]:
+    """The model-stages under a seated plan."""
+    items = {item.model_stage: item for item in seated.plan.assignments}
+    out: dict[str, StageSpec] = {}
+    for name, spec in stages.items():
+        item, model = items[ModelStage(name)], decoder_spec(spec.model)
+        units = tuple(
+            Layout.make(model, tp=item.tp, pp=item.pp, ranks=unit, layers=item.layers)
+            for unit in seated.units(item)
+        )
+        out[name] = replace(spec, units=units)
+    shares = out[GENERATION].units == out[TRAINING].units
+    out[GENERATION] = replace(out[GENERATION], shares=TRAINING if shares else None)
+    return out

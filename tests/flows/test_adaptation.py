@@ -1,0 +1,78 @@
+"""A job that adapts, on real workers: it takes GPUs that are free, decides, moves, and survives losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import ray
+
+from nereus.config import CampaignConfig
+from nereus.flows.campaign import campaign, run_steps
+from nereus.record.decisions import read_decisions
+from nereus.record.metrics import read_records
+from nereus.record.transitions import read_transitions
+from nereus.tasks.job import open_job
+from nereus.tasks.prepare import prepare_campaign
+
+pytestmark = pytest.mark.usefixtures("server", "ray_pool")
+Make = Callable[..., CampaignConfig]
+
+
+class Striker:
+    """A listener that kills a worker when a stage of a step begins."""
+
+    def __init__(self, strike: Callable[[int, str], None]) -> None:
+        self._strike = strike
+
+    def on_stage(self, step: int, stage: str, seconds: float | None) -> None:
+        if seconds is None:
+            self._strike(step, stage)
+
+    def on_step(self, record: object) -> None:
+        pass
+
+    def on_message(self, text: str) -> None:
+        pass
+
+
+def test_a_job_takes_free_gpus_moves_to_them_and_survives_the_loss_of_one(make_config: Make) -> None:
+    still = campaign(make_config(name="still", steps=6, plan={}, tracking="step"))
+    config = make_config(
+        name="adaptive",
+        steps=6,
+        tracking="step",
+        cluster={"gpus": 2, "max_gpus": 4, "device": "cpu", "timeout_s": 60},
+        adaptation={"policy": {"kind": "any_gain"}},
+    )
+    with open_job(prepare_campaign(config), resume=False) as job:
+
+        def strike(step: int, stage: str) -> None:
+            if (step, stage) == (4, "generate") and 3 in job.cluster.ranks:
+                ray.kill(job.cluster._actors[3])
+
+        job.listener = Striker(strike)
+        run_steps(job)
+
+    records = read_records(job.log.path)
+    gpus = [len(record.memory_bytes) for record in records]
+    assert gpus[0] == 2
+    assert max(gpus) == 4
+    assert gpus[4] == 3
+    assert gpus[5] == 4  # another GPU was free, and took the place of the one that was lost
+    assert "worker 3" not in records[5].memory_bytes
+    assert [record.step for record in records] == list(range(6))
+    transitions = read_transitions(config.run_folder)
+    assert len(transitions) >= 2
+    assert all(record.outcome == "commit" for record in transitions)
+    assert all(record.bytes == record.lower_bound for record in transitions)
+    decisions = read_decisions(config.run_folder)
+    assert any(decision["admit"] for decision in decisions)
+    assert all(decision["numbers"]["new_step_s"] > 0 for decision in decisions)
+    # The same prompts, and the same responses to them, as a job that never moved.
+    undisturbed = read_records(still.metrics)
+    assert [(r.epoch, r.position, r.version) for r in records] == [
+        (r.epoch, r.position, r.version) for r in undisturbed
+    ]
+    assert [r.response_tokens for r in records] == [r.response_tokens for r in undisturbed]
+    assert [r.reward_mean for r in records] == pytest.approx([r.reward_mean for r in undisturbed], abs=1e-6)
