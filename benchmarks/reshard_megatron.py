@@ -159,7 +159,9 @@ def dist_checkpointing(root: str, setup: Setup) -> Move:
         dist.barrier()
         with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
             checkpoints.save(sharded(setup.plan.old, setup.rank, setup.old), str(folder))
-            loaded = checkpoints.load(sharded(setup.plan.new, setup.rank, new), str(folder))
+            # Replicas that are kept load nothing, which the check of full coverage would refuse.
+            wanted = sharded(setup.plan.new, setup.rank, new)
+            loaded = checkpoints.load(wanted, str(folder), validate_access_integrity=False)
         if new is not None:
             for kind, arena in new.arenas.items():
                 for piece in new.shard.pieces:

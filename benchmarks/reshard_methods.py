@@ -205,7 +205,8 @@ def gather_scatter(setup: Setup) -> Move:
     ranks = setup.source.layout.ranks
     root = ranks[0]
     shards = {rank: shard(MODEL, setup.source.layout, rank) for rank in ranks}
-    targets = {rank: unit for unit in setup.plan.new for rank in unit.layout.ranks}
+    made = [unit for unit in setup.plan.new if unit not in setup.plan.old]
+    targets = {rank: unit for unit in made for rank in unit.layout.ranks}
 
     def send(state: ShardState, to: int) -> None:
         for flat in flats(state):
