@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from nereus.config.adaptation import Thresholds
 from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge
 from nereus.planner.choose import Priced
-from nereus.planner.held import best, held, longer, sizes_of, with_layouts
+from nereus.planner.held import best, held, leaner, scaled, sizes_of, with_layouts
 from nereus.planner.plan import Plan
-from nereus.planner.remedy import remedies, require_plan
+from nereus.planner.remedy import require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated, seat, shapes_of
 from nereus.planner.signals import Gpu, GpuId, SignalHistory, Signals
@@ -29,6 +30,8 @@ from nereus.planner.triggers import Cause, Trigger, limits, trigger_of
 
 Proposer = Callable[[PlanRequest, tuple[Gpu, ...], Seated | None], Seated]
 """From the request of now, the GPUs that stay and the plan in force to the plan to move to."""
+NOW = (1.0,)
+"""The outlook of a policy that does not look ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +108,13 @@ def review(controller: Controller, seated: Seated, signals: Signals, history: Si
         return Review(seated=seated, history=history)
     if fresh is not None:
         history = history.with_crossing(fresh.cause, signals.step).with_replan(signals, usable)
-    target = _proposed(controller, request, lasting, seated)
+    outlook = history.outlook(thresholds.length) if controller.policy.looks_ahead else NOW
+    target = _proposed(controller, request, lasting, seated, outlook)
     if same_units(seated, target):
         return Review(seated=seated, history=history.settled(), trigger=trigger)
-    return _weighed(controller, seated, target, signals, history, trigger, now)
+    runs = now is not None and not trigger.cause.forces
+    old_s, new_s = _mean_steps(seated, target, request, outlook) if runs else (None, target.plan.step_s)
+    return _weighed(controller, seated, target, signals, history, trigger, old_s, new_s)
 
 
 def _standing(policy: AdmissionPolicy, step: int, history: SignalHistory) -> Trigger | None:
@@ -129,12 +135,12 @@ def _weighed(
     signals: Signals,
     history: SignalHistory,
     trigger: Trigger,
-    now: Plan | None,
+    old_step_s: float | None,
+    new_step_s: float,
 ) -> Review:
     """Price the way, ask the policy, and note in the history what staying costs."""
     workload = controller.request.workload
     cost = transition_cost(seated, target, signals.pool, workload.models, workload.dtype, controller.costs)
-    runs = now is not None and not trigger.cause.forces
     step_s = seated.plan.step_s
     next_change = signals.next_change_s(signals.now_s + step_s)
     change = ProposedChange(
@@ -142,8 +148,8 @@ def _weighed(
         trigger=trigger,
         old=seated.text,
         new=target.text,
-        old_step_s=step_s if runs else None,
-        new_step_s=target.plan.step_s,
+        old_step_s=old_step_s,
+        new_step_s=new_step_s,
         predicted_s=cost.seconds,
         steps_to_change=None if next_change is None else (next_change - signals.now_s) / step_s,
     )
@@ -158,51 +164,90 @@ def _weighed(
 
 
 def _proposed(
-    controller: Controller, request: PlanRequest, pool: tuple[Gpu, ...], before: Seated | None
+    controller: Controller,
+    request: PlanRequest,
+    pool: tuple[Gpu, ...],
+    before: Seated | None,
+    outlook: tuple[float, ...] = NOW,
 ) -> Seated:
     if controller.propose is not None:
         return controller.propose(request, pool, before)
-    return proposal(request, controller.thresholds.headroom, pool, before)
+    return proposal(request, controller.thresholds.headroom, pool, before, outlook)
 
 
-def proposal(request: PlanRequest, headroom: float, pool: tuple[Gpu, ...], before: Seated | None) -> Seated:
-    """The best plan over all shapes of the pool, seated. Raises Infeasible, with what would help, when none
+def proposal(
+    request: PlanRequest,
+    headroom: float,
+    pool: tuple[Gpu, ...],
+    before: Seated | None,
+    outlook: tuple[float, ...] = NOW,
+) -> Seated:
+    """The best plan over all shapes of the pool, seated. Raises Infeasible, saying what is short, if none
     fits.
 
-    Layouts are preferred that fit responses longer by `headroom` too. Where nothing fits as asked, smaller
-    micro-batches, then recomputation and the other remedies of the planner are tried on the same GPUs.
+    Best is the shortest step on average over `outlook`, factors on the lengths. Plans that fit responses
+    longer by `headroom` come first. Where nothing fits as asked, the options that take least memory are
+    allowed as well (`leaner`).
     """
     shapes = shapes_of(pool, request.cluster)
     asked = [replace(request, cluster=shape.cluster) for shape in shapes]
-    found = [(_roomy(one, headroom), shape) for one, shape in zip(asked, shapes, strict=True)]
-    fitting = [(plan, shape) for plan, shape in found if plan is not None]
-    if not fitting:
-        fitting = [
-            (remedy.plan, shape)
-            for one, shape in zip(asked, shapes, strict=True)
-            for remedy in remedies(one)
-            if remedy.request.cluster == shape.cluster
-        ]
-    if not fitting:
+    rated = [
+        (rating, shape)
+        for one, shape in zip(asked, shapes, strict=True)
+        for rating in _rated(one, headroom, outlook) or _rated(leaner(one), headroom, NOW)
+    ]
+    if not rated:
         require_plan(Priced.of(asked[0]))  # raises, saying what is short
-    plan, shape = min(fitting, key=lambda pair: pair[0].step_s)
+    rating, shape = min(rated, key=lambda pair: pair[0].order)
     sizes = state_bytes(request.workload.models, request.workload.dtype)
-    return seat(plan, shape, before, sizes)
+    return seat(rating.plan, shape, before, sizes)
 
 
-def _roomy(request: PlanRequest, headroom: float) -> Plan | None:
-    """The best plan whose layouts fit longer responses too; without one, the best that fits those of now."""
-    plan = best(request)
-    if plan is None or with_layouts(longer(request, headroom), sizes_of(plan)) is not None:
-        return plan
-    roomy = best(longer(request, headroom))
-    held_now = None if roomy is None else with_layouts(request, sizes_of(roomy))
-    return plan if held_now is None else held_now
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rating:
+    """A plan for now; `order` is least for the best: fits with headroom, fits the outlook, mean step."""
+
+    plan: Plan
+    order: tuple[bool, int, float]
+
+
+def _rated(request: PlanRequest, headroom: float, outlook: tuple[float, ...]) -> list[_Rating]:
+    """Plans that are best somewhere in the outlook, or with headroom, and fit now."""
+    found = [best(scaled(request, factor)) for factor in (*outlook, 1 + headroom)]
+    options = {(sizes_of(plan), plan.arrangement.placement): plan for plan in found if plan is not None}
+    ratings = []
+    for sizes, placement in options:
+        asked = replace(request, placement=placement)
+        plans = [with_layouts(scaled(asked, factor), sizes) for factor in outlook]
+        if plans[0] is None:
+            continue
+        is_tight = with_layouts(scaled(asked, 1 + headroom), sizes) is None
+        steps = [plan.step_s for plan in plans if plan is not None]
+        order = (is_tight, len(plans) - len(steps), fmean(steps))
+        ratings.append(_Rating(plan=plans[0], order=order))
+    return ratings
 
 
 def _fits(seated: Seated, request: PlanRequest, headroom: float) -> bool:
     """Whether the plan in force fits longer responses."""
-    return held(seated, longer(request, headroom)) is not None
+    return held(seated, scaled(request, 1 + headroom)) is not None
+
+
+def _mean_steps(
+    one: Seated, other: Seated, request: PlanRequest, outlook: tuple[float, ...]
+) -> tuple[float, float]:
+    """Mean step of both plans over that part of the outlook that both fit; of now at least."""
+    pairs = [
+        (first_plan.step_s, second_plan.step_s)
+        for factor in outlook
+        for first_plan, second_plan in [
+            (held(one, scaled(request, factor)), held(other, scaled(request, factor)))
+        ]
+        if first_plan is not None and second_plan is not None
+    ]
+    if not pairs:
+        return one.plan.step_s, other.plan.step_s
+    return fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)
 
 
 def same_units(one: Seated, other: Seated) -> bool:

@@ -17,9 +17,9 @@ _LAST_SWITCHES = 8  # transitions whose measured over predicted time corrects th
 class ProposedChange:
     """Another plan, what it gains and what the way there costs.
 
-    `old_step_s` is the plan in force with the signals of now, None where it cannot run; `predicted_s` the
-    transition by the cost model. `steps_to_change` are the steps until the pool is known to change, None:
-    unknown.
+    `old_step_s` is the plan in force, None where it cannot run; both steps are averages over the outlook of a
+    policy that looks ahead, else those with the signals of now. `predicted_s` the transition by the cost
+    model. `steps_to_change` are the steps until the pool is known to change, None: unknown.
     """
 
     step: int
@@ -82,6 +82,11 @@ class AdmissionPolicy(Protocol):
     @property
     def name(self) -> str:
         """Its name in configuration, records and tables."""
+        ...
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether plans are compared over the lengths that are expected until the next crossing."""
         ...
 
     def asks(self, step: int, history: SignalHistory) -> bool:

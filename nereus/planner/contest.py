@@ -45,8 +45,7 @@ class Contest:
             controllers = oracle_controllers(self._controller(NeverPolicy()), self.trace)
             return replay(controllers.__getitem__, self.trace, seed=self.seed, policy=word)
         if word == "fixed":
-            controller = replace(self._controller(NeverPolicy()), policy=DpScaling())
-            return replay(replace(controller, request=self._fixed()), self.trace, seed=self.seed)
+            return replay(self._fixed().__getitem__, self.trace, seed=self.seed)
         return replay(self._controller(parse_policy(word)), self.trace, seed=self.seed, policy=word)
 
     def _controller(self, policy: Policy) -> Controller:
@@ -57,18 +56,30 @@ class Contest:
             costs=self.costs,
         )
 
-    def _fixed(self) -> PlanRequest:
-        """The request with every tp and pp as the best plan at the start has them; dp stays free."""
-        start = self.trace.steps[0]
-        asked = replace(
-            true_request(self.request, start),
-            cluster=nodes_cluster(self.request.cluster, len(start.nodes)),
-        )
-        plan = best(asked)
-        if plan is None:
-            raise ConfigError(explain("cannot fix the layouts", rule="a plan fits at the trace's start"))
-        fixes = (*self.request.fixed, *layout_fixes(sizes_of(plan), dp=False))
-        return replace(self.request, fixed=fixes, placement=plan.arrangement.placement)
+    def _fixed(self) -> tuple[Controller, ...]:
+        """A controller for every step: tp and pp of all model-stages as the best plan at the start has them.
+
+        Where no number of units of these fits any longer, somebody chooses anew by hand, as well as can be,
+        and the job restarts; that is the most that can be said for a job with fixed layouts.
+        """
+        controller = replace(self._controller(NeverPolicy()), policy=DpScaling())
+        by_hand = replace(self.costs, in_place=False)
+        fixed: PlanRequest | None = None
+        out: list[Controller] = []
+        for step in self.trace.steps:
+            nodes = step.nodes - step.breaking or step.nodes
+            cluster = nodes_cluster(self.request.cluster, max(len(nodes), 1))
+            asked = replace(true_request(self.request, step), cluster=cluster)
+            is_new = False
+            if fixed is None or best(replace(asked, fixed=fixed.fixed, placement=fixed.placement)) is None:
+                plan = best(asked)
+                if plan is not None:
+                    fixes = (*self.request.fixed, *layout_fixes(sizes_of(plan), dp=False))
+                    fixed = replace(self.request, fixed=fixes, placement=plan.arrangement.placement)
+                    is_new = bool(out)
+            costs = by_hand if is_new else self.costs
+            out.append(replace(controller, request=fixed or self.request, costs=costs))
+        return tuple(out)
 
 
 def parse_policy(word: str) -> Policy:

@@ -15,15 +15,20 @@ from nereus.planner.plan import Plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated
 from nereus.planner.sweep import with_response_length
-from nereus.planner.workload import ModelStage
+from nereus.planner.workload import ModelStage, Recompute
 
 Sizes = tuple[tuple[ModelStage, int, int, int], ...]
 _LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS, Choice.GPU)
 
 
-@lru_cache(maxsize=512)
 def priced(request: PlanRequest) -> Priced:
     """A request's candidates, remembered: a job that drifts asks the same question again and again."""
+    return Priced(request=request, sets=_priced(replace(request, placement=None)).sets)
+
+
+@lru_cache(maxsize=512)
+def _priced(request: PlanRequest) -> Priced:
+    """Where generation runs changes no candidate, so that both placements share one pricing."""
     return Priced.of(request)
 
 
@@ -86,6 +91,26 @@ def layout_fixes(sizes: Sizes, *, dp: bool = True) -> tuple[Fix, ...]:
     )
 
 
-def longer(request: PlanRequest, headroom: float) -> PlanRequest:
-    """The request with all responses longer by this share."""
-    return with_response_length(request, request.workload.response.maximum * (1 + headroom))
+def leaner(request: PlanRequest) -> PlanRequest:
+    """The request with the options that take least memory allowed too: micro-batches of one, full
+    recomputation, few sequences at once. What is fixed of the layouts stays fixed.
+    """
+    known = request.options
+    residents = {size for size in known.max_residents if size is not None} | {32, 8, 1}
+    options = replace(
+        known,
+        train_micro_batches=tuple(sorted({1, *known.train_micro_batches})),
+        score_micro_batches=tuple(sorted({1, *known.score_micro_batches})),
+        recomputes=tuple(dict.fromkeys((*known.recomputes, Recompute.FULL))),
+        max_residents=(None, *sorted(residents, reverse=True)),
+    )
+    fixed = tuple(fix for fix in request.fixed if fix.choice in _LAYOUT)
+    return replace(request, options=options, fixed=fixed)
+
+
+@lru_cache(maxsize=4096)
+def scaled(request: PlanRequest, factor: float) -> PlanRequest:
+    """The request with all responses this many times as long."""
+    if factor == 1:
+        return request
+    return with_response_length(request, request.workload.response.maximum * factor)

@@ -99,9 +99,10 @@ class SignalHistory:
 
     `references` are the drift signals at the last planning; `outside` counts the steps that a signal has been
     beyond its threshold (0: inside). `crossings` are the steps at which a cause fired, by its name;
-    `switches` are the transitions done. `waiting_for` is the cause of a change that was refused though it is
-    better, `waiting_since` the step of the first refusal, and `waited_s` the seconds that staying has cost
-    since.
+    `switches` are the transitions done. `trend` is the direction of the lengths, 1 up and -1 down, since they
+    last drifted by a third of their threshold. `waiting_for` is the cause of a change that was refused though
+    it is better, `waiting_since` the step of the first refusal, and `waited_s` the seconds that staying has
+    cost since.
     """
 
     references: Mapping[Drift, Mapping[str, float]] = field(default_factory=dict)
@@ -110,6 +111,7 @@ class SignalHistory:
     crossings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     switches: tuple[Switch, ...] = ()
     planned_at: int = 0
+    trend: int = 0
     waiting_for: str | None = None
     waiting_since: int | None = None
     waited_s: float = 0.0
@@ -135,7 +137,15 @@ class SignalHistory:
             limit = thresholds[drift] * (1 - hysteresis if steps else 1)
             beyond = max(deviations(values[drift], references[drift]).values(), default=0.0) > limit
             outside[drift] = steps + 1 if beyond else 0
-        return replace(self, references=references, outside=outside)
+        change = values[Drift.LENGTH]["mean"] / references[Drift.LENGTH]["mean"] - 1
+        moved = abs(change) > thresholds[Drift.LENGTH] / 3
+        trend = self.trend if not moved else 1 if change > 0 else -1
+        return replace(self, references=references, outside=outside, trend=trend)
+
+    def outlook(self, threshold: float) -> tuple[float, ...]:
+        """Factors on the lengths of now, from now until the threshold is crossed again along the trend."""
+        ways = {0: (1.0,), 1: (1.0, 1 + threshold / 2, 1 + threshold)}
+        return ways[abs(self.trend)] if self.trend >= 0 else tuple(1 / factor for factor in ways[1])
 
     def with_crossing(self, name: str, step: int) -> SignalHistory:
         """A cause of this name fired before this step."""

@@ -35,11 +35,13 @@ class FixedCosts:
     """Seconds of a transition that no byte explains: votes, decision, new process groups, engines anew.
 
     `restart_s` is what it takes instead when no live GPU holds some state, or old and new state fit nowhere:
-    all stops, and resumes from the last checkpoint under the new plan.
+    all stops, and resumes from the last checkpoint under the new plan. Without `in_place` every change is a
+    restart.
     """
 
     transition_s: float
     restart_s: float
+    in_place: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ def transition_cost(
 
     `models` and `dtype` are the workload's. What cannot move in place is priced as a restart, and says so.
     """
+    if not fixed.in_place:
+        return _restart(fixed, "the job cannot move in place")
     gpus = tuple(pool)
     alive = frozenset(gpu.id for gpu in gpus)
     topology = topology_of(gpus, after.cluster)
@@ -81,15 +85,17 @@ def transition_cost(
         room = Room(cap_bytes=usable_bytes(after.cluster, after.cluster.gpu_kinds[0]))
         plan = schedule(graph, sizes, room, topology, planned(specs, topology), tries=1)
     except (NoSource, InvalidOperation, Infeasible) as error:
-        return TransitionCost(
-            moving_s=0.0, fixed_s=fixed.restart_s, num_operations=0, from_checkpoint=str(error)
-        )
+        return _restart(fixed, str(error))
     num_operations = sum(len(chain.operations) for chain in graph.chains)
     return TransitionCost(
         moving_s=plan.makespan_s,
         fixed_s=fixed.transition_s if num_operations else 0.0,
         num_operations=num_operations,
     )
+
+
+def _restart(fixed: FixedCosts, why: str) -> TransitionCost:
+    return TransitionCost(moving_s=0.0, fixed_s=fixed.restart_s, num_operations=0, from_checkpoint=why)
 
 
 def cluster_state(seated: Seated, alive: frozenset[GpuId], dtype: str) -> ClusterState:

@@ -17,6 +17,11 @@ class AnyGain:
         """As in the configuration."""
         return "any_gain"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """The step that comes is all that it looks at."""
+        return False
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """Before every step."""
         return True

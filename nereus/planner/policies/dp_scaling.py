@@ -18,6 +18,11 @@ class DpScaling:
 
     name: str = "fixed"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """The step that comes is all that it looks at."""
+        return False
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """Only triggers start a planning."""
         return False

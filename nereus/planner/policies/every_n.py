@@ -19,6 +19,11 @@ class EveryN:
         """With its number of steps."""
         return f"every_{self.steps}"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """The step that comes is all that it looks at."""
+        return False
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """When the time has come."""
         return step % self.steps == 0

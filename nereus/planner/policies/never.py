@@ -17,6 +17,11 @@ class Never:
         """As in the configuration."""
         return "never"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """The step that comes is all that it looks at."""
+        return False
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """Not at all."""
         return False

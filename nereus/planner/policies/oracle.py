@@ -17,6 +17,11 @@ class Oracle:
         """As in tables."""
         return "oracle"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """The step that comes is all that it looks at."""
+        return False
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """Before every step."""
         return True

@@ -30,6 +30,11 @@ class Payback:
         """As in the configuration."""
         return "payback"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """A move has to pay off over what comes until the next one."""
+        return True
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """Only triggers start a planning."""
         return False

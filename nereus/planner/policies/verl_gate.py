@@ -23,6 +23,11 @@ class VerlGate:
         """As in the configuration."""
         return "verl_gate"
 
+    @property
+    def looks_ahead(self) -> bool:
+        """The step that comes is all that it looks at."""
+        return False
+
     def asks(self, step: int, history: SignalHistory) -> bool:
         """Before every step."""
         return True

@@ -1,0 +1,310 @@
+"""Admission policies over supplied and synthetic traces: the tables of docs/results.md.
+
+    python benchmarks/replay.py                  # all traces, writes docs/results.md and its picture
+    python benchmarks/replay.py --traces LL,spot # some, to the terminal only
+
+Each trace runs in a process of its own, on one thread. The supplied traces are Parcae's (AWS p3 instances); they are
+looked for in $NEREUS_DATA, or ../shared/data beside the repository, and left out where absent. The synthetic ones were
+not looked at while the policies were made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nereus.planner.conditions import Trace, trace_of
+from nereus.planner.contest import Contest
+from nereus.planner.layouts import Space
+from nereus.planner.models import model_shape
+from nereus.planner.profile import ClusterProfile
+from nereus.planner.replay_run import Run
+from nereus.planner.request import PlanRequest
+from nereus.planner.synthetic import (
+    growing_lengths,
+    growing_supply,
+    slow_spells,
+    spot_supply,
+    steady_supply,
+)
+from nereus.planner.traces import read_supply
+from nereus.planner.transition_time import FixedCosts
+from nereus.planner.workload import Algorithm, ModelShapes, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+PARCAE = {
+    "p3": "parcae_p3trace.csv",
+    "HH": "parcae_gpt6.7b_hh_55_65.txt",
+    "HL": "parcae_gpt6.7b_hl_15_25.txt",
+    "LH": "parcae_gpt6.7b_lh_80_90.txt",
+    "LL": "parcae_gpt6.7b_ll_10_11.txt",
+}
+SYNTHETIC = ("spot", "load", "small")
+POLICIES = ("fixed", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
+LARGE = ("fixed", "never", "any_gain", "payback", "oracle")  # over the thousand steps of `grow`
+GAMMAS = ("payback=0.25", "payback=0.75", "payback=1")
+COSTS = FixedCosts(transition_s=5.0, restart_s=300.0)
+LIMIT = 16384.0
+
+
+def job(model: str, gpu: str, batch: int, nodes: int) -> PlanRequest:
+    """PPO with prompts of 1,024 tokens; all four models have one shape."""
+    return PlanRequest(
+        workload=Workload(
+            algorithm=Algorithm.PPO,
+            models=ModelShapes.same(model_shape(model), Algorithm.PPO),
+            num_prompts=batch,
+            prompt_tokens=1024,
+            response=growing_lengths(0, 2, start=500, end=500)[0].distribution,
+        ),
+        cluster=ClusterProfile.parse(f"{nodes}x8x{gpu}"),
+        space=Space.POW2,
+    )
+
+
+def contest(name: str, data: Path | None) -> Contest | None:
+    """A trace by its name; None where its file is absent."""
+    if name in PARCAE:
+        path = None if data is None else data / "traces/spot" / PARCAE[name]
+        if path is None or not path.exists():
+            return None
+        # A node of 8 GPUs stands for an instance of the trace. A minute of the segments spans three steps.
+        steps, step_s, notice_s = (200, 200.0, 120.0) if name == "p3" else (180, 20.0, 20.0)
+        lengths = growing_lengths(11, steps, start=500, end=6000, limit=LIMIT)
+        supply = read_supply(path, notice_s=notice_s)
+        trace = trace_of(name, supply, lengths, step_s=step_s, most_nodes=32)
+        return Contest(request=job("llama-3.1-70b", "H100", 512, 32), trace=trace, costs=COSTS)
+    if name == "grow":
+        return large()
+    return synthetic(name)
+
+
+def synthetic(name: str) -> Contest:
+    """Held out: spot supply with slow spells; load alone, on steady GPUs; a small job on slower links."""
+    steps = 200
+    growth = growing_lengths(21, steps, start=500, end=8000, limit=LIMIT)
+    if name == "spot":
+        supply = spot_supply(22, duration_s=steps * 100.0, least=10, most=24)
+        trace = trace_of(name, supply, growth, slow_spells(23, steps), step_s=100.0, most_nodes=24)
+        return Contest(request=job("llama-3.1-70b", "H100", 512, 24), trace=trace, costs=COSTS)
+    if name == "load":
+        trace = trace_of(name, steady_supply(2), growth, step_s=100.0, most_nodes=2)
+        return Contest(request=job("llama-3.1-8b", "H100", 512, 2), trace=trace, costs=COSTS)
+    supply = spot_supply(24, duration_s=steps * 200.0, least=2, most=6)
+    trace = trace_of(name, supply, growth, slow_spells(25, steps), step_s=200.0, most_nodes=6)
+    return Contest(request=job("llama-3.1-8b", "L40S", 256, 6), trace=trace, costs=COSTS)
+
+
+def large() -> Contest:
+    """1,000 steps from 128 to 1,024 GPUs."""
+    steps = 1000
+    supply = growing_supply(16, 128, duration_s=steps * 100.0, stages=6)
+    lengths = growing_lengths(31, steps, start=500, end=8000, limit=LIMIT)
+    trace = trace_of("grow", supply, lengths, step_s=100.0, most_nodes=128)
+    return Contest(request=job("llama-3.1-70b", "H100", 1024, 128), trace=trace, costs=COSTS)
+
+
+def measure(name: str, words: Sequence[str], data: Path | None, plot: Path | None) -> dict[str, Any]:
+    """Every policy over one trace, as plain numbers."""
+    made = contest(name, data)
+    if made is None:
+        return {}
+    runs: list[Run] = []
+    rows = {}
+    for word in words if name != "grow" else [word for word in words if word in LARGE]:
+        start = time.process_time()
+        run = made.run(word)
+        runs.append(run)
+        rows[word] = {
+            "mean_step_s": run.mean_step_s,
+            "steps": run.num_steps,
+            "transitions": run.num_transitions,
+            "restarts": run.num_restarts,
+            "transition_share": run.transition_share,
+            "redone_share": run.redone_s / run.total_s,
+            "stalled_share": run.stalled_s / run.total_s,
+            "cpu_s": time.process_time() - start,
+        }
+        print(f"{name} {word}: {rows[word]}", file=sys.stderr, flush=True)
+    if plot is not None:
+        from nereus.cli.replay_plot import draw_replay
+
+        draw_replay(
+            [run for run in runs if run.policy in ("fixed", "payback", "any_gain", "oracle")], plot, name
+        )
+    return {"trace": about(made.trace), "rows": rows}
+
+
+def about(trace: Trace) -> dict[str, int]:
+    """Size of a trace."""
+    counts = [len(step.nodes) for step in trace.steps]
+    return {
+        "steps": len(counts),
+        "least_gpus": 8 * min(counts),
+        "most_gpus": 8 * max(counts),
+        "changes": sum(a.nodes != b.nodes for a, b in zip(trace.steps, trace.steps[1:], strict=False)),
+    }
+
+
+def measure_apart(name: str, words: Sequence[str], plot: Path | None) -> dict[str, Any]:
+    """`measure` in a process of its own, so that no trace profits from another's remembered plans."""
+    command = [sys.executable, __file__, "--one", name, "--policies", ",".join(words)]
+    if plot is not None:
+        command += ["--plot", str(plot)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Run the traces that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--traces", default=",".join((*PARCAE, *SYNTHETIC, "grow")))
+    parser.add_argument("--policies", default=",".join((*POLICIES, *GAMMAS)))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--plot", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, help="read and write measured traces here, as JSON")
+    arguments = parser.parse_args()
+    words = arguments.policies.split(",")
+    named = os.environ.get("NEREUS_DATA")
+    folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, words, folder if folder.is_dir() else None, arguments.plot)))
+        return
+    names = arguments.traces.split(",")
+    whole = names == [*PARCAE, *SYNTHETIC, "grow"]
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        kept = None if arguments.keep is None else arguments.keep / f"{name}.json"
+        if kept is not None and kept.exists():
+            results[name] = json.loads(kept.read_text())
+            continue
+        plot = ROOT / "docs/images/replay.png" if whole and name == "spot" else None
+        results[name] = measure_apart(name, words, plot)
+        if kept is not None:
+            kept.write_text(json.dumps(results[name]))
+    text = report({name: result for name, result in results.items() if result})
+    if whole:
+        (ROOT / "docs/results.md").write_text(text)
+    print(text)
+
+
+def report(results: dict[str, dict[str, Any]]) -> str:
+    """docs/results.md."""
+    return "\n".join((heading(), table(results), against(results), sweep(results), costs(results), ""))
+
+
+def heading() -> str:
+    """What was run."""
+    return f"""# Replay: what adapting is worth
+
+`python benchmarks/replay.py` writes this page (Python {platform.python_version()}, one thread). The controller, search,
+transition graph and schedule are those of a running job; GPUs are replaced by the cost model (docs/cost-model.md). These
+are predictions of that model, not measurements on GPUs. docs/adaptation.md says what each policy does.
+
+The jobs are PPO with four models of one shape. Mean response lengths grow along an S from 500 to 6,000 tokens (supplied
+traces) or 8,000 (synthetic ones), the longest responses to at most 16,384. Supplied traces are Parcae's, a node of 8 H100
+for each instance, Llama-3.1-70B, 512 prompts a step; in the segments of one hour a minute spans three steps. The synthetic
+traces are `spot` (70B, nodes come and go in bursts, spells of slow computing and network), `load` (8B on 16 H100 that
+stay), `small` (8B on 16 to 48 L40S that come and go, slow spells) and `grow` (70B, from 128 to 1,024 GPUs in 1,000 steps).
+
+`fixed` keeps the tp and pp that are best at the start and scales dp with the GPUs; micro-batch, recomputation and
+residency are chosen anew at every step for it as for all others. Where it fits no more it restarts, by hand, with the best
+layouts of that moment. `oracle` knows the trace. Everything that is not a step counts into the mean: transitions,
+restarts, work lost with a node and done again, time in which nothing fits.
+"""
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Mean step, transitions and their share, by trace and policy."""
+    lines = [
+        "## Mean step",
+        "",
+        "Seconds a step; in brackets transitions (restarts among them), their share of the time.",
+        "",
+    ]
+    lines += ["| trace | GPUs, changes | " + " | ".join(POLICIES) + " |", "|---" * (len(POLICIES) + 2) + "|"]
+    for name, result in results.items():
+        size = result["trace"]
+        cells = [f"{size['least_gpus']}-{size['most_gpus']}, {size['changes']}"]
+        for word in POLICIES:
+            row = result["rows"].get(word)
+            if row is None:
+                cells.append("")
+                continue
+            restarts = f" ({row['restarts']})" if row["restarts"] else ""
+            cells.append(
+                f"{row['mean_step_s']:.1f} [{row['transitions']}{restarts}, {row['transition_share']:.2%}]"
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def against(results: dict[str, dict[str, Any]]) -> str:
+    """Payback against the others, in percent."""
+    lines = ["## Payback against the others", "", "How much longer (+) or shorter (-) its mean step is.", ""]
+    others = [word for word in POLICIES if word != "payback"]
+    lines += ["| trace | " + " | ".join(others) + " |", "|---" * (len(others) + 1) + "|"]
+    sums: dict[str, list[float]] = {word: [] for word in others}
+    for name, result in results.items():
+        rows = result["rows"]
+        cells = []
+        for word in others:
+            if word not in rows or "payback" not in rows:
+                cells.append("")
+                continue
+            change = rows["payback"]["mean_step_s"] / rows[word]["mean_step_s"] - 1
+            sums[word].append(change)
+            cells.append(f"{change:+.2%}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    means = [f"{sum(values) / len(values):+.2%}" if values else "" for values in sums.values()]
+    return "\n".join([*lines, "| mean | " + " | ".join(means) + " |", ""])
+
+
+def sweep(results: dict[str, dict[str, Any]]) -> str:
+    """The share of the horizon, gamma."""
+    words = ("payback=0.25", "payback", "payback=0.75", "payback=1")
+    lines = ["## Gamma", "", "Mean step (transitions) of payback by gamma.", ""]
+    lines += ["| trace | 0.25 | 0.5 | 0.75 | 1 |", "|---|---|---|---|---|"]
+    for name, result in results.items():
+        rows = result["rows"]
+        if all(word in rows for word in words):
+            cells = (f"{rows[word]['mean_step_s']:.2f} ({rows[word]['transitions']})" for word in words)
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def costs(results: dict[str, dict[str, Any]]) -> str:
+    """Lost work and CPU time."""
+    lines = [
+        "## Where time goes beside steps, and the CPU it took",
+        "",
+        f"A transition costs what its schedule predicts over the cluster's links, with 10 % noise, and {COSTS.transition_s:g} s "
+        f"for votes, new process groups and engines; a restart {COSTS.restart_s:g} s. Both are assumptions for this scale, not "
+        "measurements: on CPU workers over gloo the fixed part is about 0.3 s.",
+        "",
+        "| trace | policy | redone | stalled | steps done | CPU s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        for word in POLICIES:
+            row = result["rows"].get(word)
+            if row is not None:
+                lines.append(
+                    f"| {name} | {word} | {row['redone_share']:.2%} | {row['stalled_share']:.2%} | {row['steps']} | "
+                    f"{row['cpu_s']:.0f} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

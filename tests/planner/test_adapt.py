@@ -1,0 +1,202 @@
+"""The controller: a plan in force, signals and history in; stay or move out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_requests import request
+
+from nereus.config.adaptation import PaybackPolicy, Thresholds
+from nereus.errors import Infeasible
+from nereus.planner.adapt import Controller, first, review, same_units
+from nereus.planner.calibration import NEUTRAL
+from nereus.planner.held import held, leaner, scaled, sizes_of
+from nereus.planner.lengths import LengthDistribution
+from nereus.planner.policies.any_gain import AnyGain
+from nereus.planner.policies.configured import policy_of
+from nereus.planner.policies.never import Never
+from nereus.planner.seating import seat, shapes_of
+from nereus.planner.signals import Gpu, Signals, Switch
+from nereus.planner.transition_time import FixedCosts, state_bytes, transition_cost
+from nereus.planner.triggers import Cause
+from nereus.planner.workload import Algorithm
+
+JOB = request("2x8xH100", batch=512, algorithm=Algorithm.GRPO)
+COSTS = FixedCosts(transition_s=1.0, restart_s=300.0)
+
+
+def controller(**changes: object) -> Controller:
+    """GRPO of an 8B, payback."""
+    made = Controller(request=JOB, policy=policy_of(PaybackPolicy()), thresholds=Thresholds(), costs=COSTS)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def pool(*nodes: int, drain_s: dict[int, float] | None = None) -> tuple[Gpu, ...]:
+    """Nodes of eight GPUs."""
+    return tuple(
+        Gpu(id=8 * node + at, node=node, drain_s=(drain_s or {}).get(node))
+        for node in nodes
+        for at in range(8)
+    )
+
+
+def signals(step: int, mean: float = 500.0, gpus: tuple[Gpu, ...] = pool(0, 1)) -> Signals:
+    """A minute a step."""
+    return Signals(
+        step=step,
+        now_s=60.0 * step,
+        response=LengthDistribution.from_mean_p95_max(mean, 2 * mean, 4 * mean),
+        pool=gpus,
+    )
+
+
+def test_without_drift_the_job_stays_and_the_plan_is_held() -> None:
+    made = controller()
+    seated, history = first(made, signals(0))
+    outcome = review(made, seated, signals(1), history)
+    assert not outcome.moves
+    assert outcome.trigger is None
+    assert outcome.decision is None
+    assert same_units(seated, outcome.seated)
+    assert outcome.seated.plan.step_s == pytest.approx(seated.plan.step_s)
+
+
+def test_a_held_plan_keeps_ranks_and_costs_what_the_search_would_say() -> None:
+    made = controller()
+    seated, _ = first(made, signals(0))
+    grown = scaled(JOB, 1.5)
+    plan = held(seated, grown)
+    assert plan is not None
+    assert plan.step_s > seated.plan.step_s
+    assert sizes_of(plan) == sizes_of(seated.plan)
+    assert [item.ranks for item in plan.assignments] == [item.ranks for item in seated.plan.assignments]
+
+
+def test_lost_gpus_force_a_move_even_under_never() -> None:
+    made = controller(policy=Never())
+    seated, history = first(made, signals(0))
+    outcome = review(made, seated, signals(1, gpus=pool(1)), history)
+    assert outcome.moves
+    assert outcome.trigger is not None
+    assert outcome.trigger.cause is Cause.LOST
+    assert outcome.seated.in_use <= {gpu.id for gpu in pool(1)}
+    assert outcome.decision is not None
+    assert outcome.decision.change.old_step_s is None
+
+
+def test_new_gpus_are_refused_by_never_and_taken_by_payback() -> None:
+    for made, moves in ((controller(policy=Never()), False), (controller(), True)):
+        seated, history = first(made, signals(0, gpus=pool(0)))
+        outcome = review(made, seated, signals(1, gpus=pool(0, 1)), history)
+        assert outcome.trigger is not None
+        assert outcome.trigger.cause is Cause.POOL
+        assert outcome.moves is moves
+        assert outcome.history.crossings == {"pool": (1,)}
+
+
+def test_a_draining_node_is_left_before_its_deadline_and_used_until_then() -> None:
+    made = controller(policy=AnyGain())
+    seated, history = first(made, signals(0))
+    far = review(made, seated, signals(1, gpus=pool(0, 1, drain_s={1: 1e5})), history)
+    assert not far.moves
+    assert far.seated.in_use & {gpu.id for gpu in pool(1)}
+    near = review(made, seated, signals(1, gpus=pool(0, 1, drain_s={1: 65.0})), history)
+    assert near.moves
+    assert not near.seated.in_use & {gpu.id for gpu in pool(1)}
+    assert near.cost is not None
+    assert near.cost.from_checkpoint is None
+
+
+def test_lengths_that_would_not_fit_force_a_move_before_memory_runs_out() -> None:
+    made = controller(policy=Never(), request=replace(JOB, fixed=request(fixed="recompute=none").fixed))
+    seated, history = first(made, signals(0))
+    mean, outcome = 500.0, None
+    for step in range(1, 80):
+        mean *= 1.05
+        outcome = review(made, seated, signals(step, mean), history)
+        if outcome.moves:
+            break
+        seated, history = outcome.seated, outcome.history
+    assert outcome is not None
+    assert outcome.trigger is not None
+    assert outcome.trigger.cause is Cause.VIOLATION
+    now = replace(made.request, workload=made.request.workload.with_response(signals(0, mean).response))
+    assert held(seated, now) is not None  # the old plan still fits the lengths that were seen
+    assert held(outcome.seated, scaled(now, 1 + made.thresholds.headroom)) is not None
+
+
+def test_a_refused_change_waits_and_is_decided_again() -> None:
+    made = controller(costs=replace(COSTS, transition_s=1e5), policy=policy_of(PaybackPolicy()))
+    seated, history = first(made, signals(0, gpus=pool(0)))
+    gpus = pool(0, 1)
+    outcome = review(made, seated, signals(1, gpus=gpus), history)
+    assert not outcome.moves
+    assert outcome.history.waiting_for == "pool"
+    again = review(made, outcome.seated, signals(2, gpus=gpus), outcome.history)
+    assert again.decision is not None
+    assert again.history.waited_s > outcome.history.waited_s > 0
+    assert again.history.crossings == {"pool": (1,)}  # waiting is no crossing
+    moved = again.history.with_transition(Switch(step=3, predicted_s=1.0, measured_s=1.0))
+    assert moved.waiting_for is None
+
+
+def test_nothing_that_fits_is_infeasible_and_says_what_is_short() -> None:
+    made = controller(request=request("2x8xH100", "llama-3.1-70b"))
+    with pytest.raises(Infeasible, match="no plan fits"):
+        first(made, signals(0, gpus=pool(0)[:1]))
+    with pytest.raises(Infeasible, match="pool"):
+        first(made, signals(0, gpus=()))
+
+
+def test_leaner_options_keep_fixed_layouts() -> None:
+    asked = leaner(request(fixed="actor.training.tp=2,recompute=none,micro_batch=8"))
+    assert [str(fix) for fix in asked.fixed] == ["actor.training.tp=2"]
+    assert 1 in asked.options.train_micro_batches
+
+
+def test_uneven_nodes_are_cut_into_equal_ones() -> None:
+    gpus = (*pool(0), *pool(1)[:3])
+    widths = {
+        shape.cluster.pools[0].gpus_per_node: len(shape.nodes) for shape in shapes_of(gpus, JOB.cluster)
+    }
+    assert widths == {8: 1, 3: 3, 2: 5}
+    for shape in shapes_of(gpus, JOB.cluster):
+        ids = [gpu for node in shape.nodes for gpu in node]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= {gpu.id for gpu in gpus}
+        assert all(len({gpu // 8 for gpu in node}) == 1 for node in shape.nodes)
+
+
+def test_seating_keeps_a_plan_where_it_is_when_nodes_are_listed_otherwise() -> None:
+    made = controller()
+    seated, _ = first(made, signals(0))
+    sizes = state_bytes(JOB.workload.models, "bfloat16")
+    shape = shapes_of(pool(0, 1), JOB.cluster)[0]
+    turned = replace(shape, nodes=shape.nodes[::-1])
+    assert same_units(seat(seated.plan, turned, seated, sizes), seated)
+
+
+def test_a_transition_costs_nothing_to_itself_and_a_restart_without_a_source() -> None:
+    made = controller()
+    seated, _ = first(made, signals(0))
+    models = JOB.workload.models
+    still = transition_cost(seated, seated, pool(0, 1), models, "bfloat16", COSTS)
+    assert still.seconds == 0
+    assert still.num_operations == 0
+    other, _ = first(made, signals(0, gpus=pool(2, 3)))
+    gone = transition_cost(seated, other, pool(2, 3), models, "bfloat16", COSTS)
+    assert gone.from_checkpoint is not None
+    assert gone.seconds == 300.0
+    moved = transition_cost(seated, other, pool(0, 1, 2, 3), models, "bfloat16", COSTS)
+    assert moved.from_checkpoint is None
+    assert moved.moving_s > 0
+    assert moved.fixed_s == 1.0
+
+
+def test_a_slower_network_reaches_the_plan_through_the_calibration() -> None:
+    made = controller()
+    seated, history = first(made, signals(0))
+    slow = replace(signals(1), calibration=replace(NEUTRAL, scale_out=20.0))
+    outcome = review(made, seated, slow, history)
+    assert outcome.seated.plan.step_s >= seated.plan.step_s
