@@ -222,10 +222,10 @@ def measure(method: Method, setup: Setup, bound: int, repeats: int) -> Row:
             compared = True
             same = kept or equal(new, direct(setup.mine.new, setup.rank))
             assert same, f"{setup.case.name}: {method.title}: rank {setup.rank} differs"
+        peaks.append(largest(peak_growth(before)))
         if repeat > 0:
             walls.append(wall)
             cpus.append(total(cpu))
-            peaks.append(largest(peak_growth(before)))
     crossed = total(float(received))
     return Row(
         case=setup.case.name,
@@ -237,7 +237,7 @@ def measure(method: Method, setup: Setup, bound: int, repeats: int) -> Row:
         wall_s=median(walls),
         best_s=min(walls),
         cpu_s=min(cpus),
-        peak_mb=median(peaks) / 1e6,
+        peak_mb=max(peaks) / 1e6,
     )
 
 
