@@ -130,4 +130,13 @@ class Workers:
         asked = tuple(self.ids if workers is None else workers)
         for worker in asked:
             self.call(worker, function, *args)
-        return {worker: self.result(worker, timeout_s=timeout_s) for worker in asked}
+        results: dict[int, Any] = {}
+        problem: Exception | None = None
+        for worker in asked:  # all answers are taken, or the next call would get those of this one
+            try:
+                results[worker] = self.result(worker, timeout_s=timeout_s)
+            except (Died, Raised, TimeoutError) as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return results

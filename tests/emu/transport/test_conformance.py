@@ -14,7 +14,15 @@ import torch
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.memory import Hub, MemoryTransport
-from nereus.emu.transport.protocol import MAX_OPERATIONS, Deadline, Operation, Receive, Send, Transport
+from nereus.emu.transport.protocol import (
+    MAX_OPERATIONS,
+    Channel,
+    Deadline,
+    Operation,
+    Receive,
+    Send,
+    Transport,
+)
 from nereus.errors import TransportError
 from tests.emu.processes import Workers
 
@@ -92,6 +100,16 @@ def pattern(sender: int, receiver: int, index: int, num_bytes: int = 1000) -> to
     return torch.full((num_bytes,), (sender * 50 + receiver * 7 + index) % 251, dtype=torch.uint8)
 
 
+def greet(worker: int, channel: Channel) -> None:
+    """A byte to and from everyone: all have connected then, so that one may close without breaking others."""
+    peers = [rank for rank in RANKS if rank != worker]
+    operations: list[Operation] = [Receive(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+    operations += [Send(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers]
+    deadline = Deadline.after(20)
+    for pending in channel.post(operations):
+        pending.wait(deadline)
+
+
 def all_to_all(worker: int, transport: Transport, epoch: int, count: int) -> bool:
     deadline = Deadline.after(10)
     channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=deadline)
@@ -115,7 +133,8 @@ def test_a_whole_group_call_of_operations_arrives(world: Memory | Gloo, epoch: i
 
 
 def too_many(worker: int, transport: Transport, epoch: int) -> bool:
-    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(10))
+    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(20))
+    greet(worker, channel)
     operation = Receive(RANKS[0] if worker else RANKS[1], torch.zeros(1, dtype=torch.uint8))
     try:
         channel.post([operation] * (MAX_OPERATIONS + 1))
@@ -132,7 +151,8 @@ def test_more_operations_than_the_cap_are_refused(world: Memory | Gloo, epoch: i
 
 def silent_peer(worker: int, transport: Transport, epoch: int) -> tuple[str, float]:
     """Everyone waits for rank 4, which sends nothing and stays connected until all have given up."""
-    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(10))
+    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(20))
+    greet(worker, channel)
     start = time.monotonic()
     try:
         if worker != 4:
@@ -158,14 +178,13 @@ def test_a_late_peer_is_named_at_the_deadline(world: Memory | Gloo, epoch: int) 
 
 def departed_peer(worker: int, transport: Transport, epoch: int) -> tuple[str, float]:
     """Rank 4 closes its channel; the others must hear of it long before their deadline."""
-    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(10))
+    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=Deadline.after(20))
+    greet(worker, channel)
     start = time.monotonic()
     try:
         if worker != 4:
             (pending,) = channel.post([Receive(4, torch.zeros(8, dtype=torch.uint8))])
             pending.wait(Deadline.after(20))
-        else:
-            time.sleep(0.2)  # the others may still be connecting
     except TransportError as error:
         return str(error), time.monotonic() - start
     finally:
@@ -237,6 +256,7 @@ def late_message(worker: int, transport: Transport, epoch: int) -> tuple[bool, i
     """Rank 0 sends in an epoch that is aborted before the others receive; then all meet in the next."""
     deadline = Deadline.after(10)
     channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=deadline)
+    greet(worker, channel)
     if worker == 0:
         channel.post([Send(3, pattern(9, 9, 9)), Send(4, pattern(9, 9, 9))])
     time.sleep(0.3)
