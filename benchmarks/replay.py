@@ -1,11 +1,10 @@
 """Admission policies over supplied and synthetic traces: the tables of docs/results.md.
 
-    python benchmarks/replay.py                  # all traces, writes docs/results.md and its picture
-    python benchmarks/replay.py --traces LL,spot # some, to the terminal only
+python benchmarks/replay.py                  # all traces, writes docs/results.md and its picture
+python benchmarks/replay.py --traces LL,spot # some, to the terminal only
 
-Each trace runs in a process of its own, on one thread. The supplied traces are Parcae's (AWS p3 instances); they are
-looked for in $NEREUS_DATA, or ../shared/data beside the repository, and left out where absent. The synthetic ones were
-not looked at while the policies were made.
+Each trace runs in a process of its own, on one thread. The supplied traces are Parcae's (AWS p3 instances);
+they are looked for in $NEREUS_DATA, or ../shared/data beside the repository, and left out where absent.
 """
 
 from __future__ import annotations
@@ -207,20 +206,25 @@ def heading() -> str:
     """What was run."""
     return f"""# Replay: what adapting is worth
 
-`python benchmarks/replay.py` writes this page (Python {platform.python_version()}, one thread). The controller, search,
-transition graph and schedule are those of a running job; GPUs are replaced by the cost model (docs/cost-model.md). These
-are predictions of that model, not measurements on GPUs. docs/adaptation.md says what each policy does.
+`python benchmarks/replay.py` writes this page (Python {platform.python_version()}, one thread). The
+controller, search, transition graph and schedule are those of a running job; GPUs are replaced by
+the cost model (docs/cost-model.md). These are predictions of that model, not measurements on GPUs.
+docs/adaptation.md says what each policy does.
 
-The jobs are PPO with four models of one shape. Mean response lengths grow along an S from 500 to 6,000 tokens (supplied
-traces) or 8,000 (synthetic ones), the longest responses to at most 16,384. Supplied traces are Parcae's, a node of 8 H100
-for each instance, Llama-3.1-70B, 512 prompts a step; in the segments of one hour a minute spans three steps. The synthetic
-traces are `spot` (70B, nodes come and go in bursts, spells of slow computing and network), `load` (8B on 16 H100 that
-stay), `small` (8B on 16 to 48 L40S that come and go, slow spells) and `grow` (70B, from 128 to 1,024 GPUs in 1,000 steps).
+The jobs are PPO with four models of one shape. Mean response lengths grow along an S from 500 to
+6,000 tokens (supplied traces) or 8,000 (synthetic ones), the longest responses to at most 16,384.
+Supplied traces are Parcae's, a node of 8 H100 for each instance, Llama-3.1-70B, 512 prompts a step;
+in the segments of one hour (HH to LL) a minute spans three steps, in p3 a step spans 200 s. The
+synthetic ones: `spot` (70B, 80 to 192 H100 that come and go in bursts, spells of slow computing and
+network), `load` (8B on 16 H100 that stay), `small` (8B on 16 to 48 L40S that come and go, slow
+spells), `grow` (70B, from 128 to 1,024 H100 in 1,000 steps). Of these, only `load` was looked at
+while the policies were made.
 
-`fixed` keeps the tp and pp that are best at the start and scales dp with the GPUs; micro-batch, recomputation and
-residency are chosen anew at every step for it as for all others. Where it fits no more it restarts, by hand, with the best
-layouts of that moment. `oracle` knows the trace. Everything that is not a step counts into the mean: transitions,
-restarts, work lost with a node and done again, time in which nothing fits.
+`fixed` keeps the tp and pp that are best at the start and scales dp with the GPUs; micro-batch,
+recomputation and residency are chosen anew at every step for it as for all others. Where it fits no
+more it restarts, by hand, with the best layouts of that moment. `never` starts alike, and moves as
+well as can be when forced. `oracle` knows the trace. Everything that is not a step counts into the
+mean: transitions, restarts, work lost with a node and done again, time in which nothing fits.
 """
 
 
@@ -288,9 +292,10 @@ def costs(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "## Where time goes beside steps, and the CPU it took",
         "",
-        f"A transition costs what its schedule predicts over the cluster's links, with 10 % noise, and {COSTS.transition_s:g} s "
-        f"for votes, new process groups and engines; a restart {COSTS.restart_s:g} s. Both are assumptions for this scale, not "
-        "measurements: on CPU workers over gloo the fixed part is about 0.3 s.",
+        "A transition costs what its schedule predicts over the links, with 10 % noise, and "
+        f"{COSTS.transition_s:g} s for votes, new process groups and engines; a restart {COSTS.restart_s:g} s. "
+        "Both are assumptions for this scale, not measurements: on CPU workers over gloo the fixed part "
+        "is about 0.3 s.",
         "",
         "| trace | policy | redone | stalled | steps done | CPU s |",
         "|---|---|---|---|---|---|",
@@ -299,10 +304,8 @@ def costs(results: dict[str, dict[str, Any]]) -> str:
         for word in POLICIES:
             row = result["rows"].get(word)
             if row is not None:
-                lines.append(
-                    f"| {name} | {word} | {row['redone_share']:.2%} | {row['stalled_share']:.2%} | {row['steps']} | "
-                    f"{row['cpu_s']:.0f} |"
-                )
+                shares = f"{row['redone_share']:.2%} | {row['stalled_share']:.2%}"
+                lines.append(f"| {name} | {word} | {shares} | {row['steps']} | {row['cpu_s']:.0f} |")
     return "\n".join(lines) + "\n"
 
 

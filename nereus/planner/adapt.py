@@ -21,6 +21,7 @@ from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, 
 from nereus.planner.choose import Priced
 from nereus.planner.held import best, held, leaner, scaled, sizes_of, with_layouts
 from nereus.planner.plan import Plan
+from nereus.planner.profile import ClusterProfile
 from nereus.planner.remedy import require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated, seat, shapes_of
@@ -194,7 +195,8 @@ def proposal(
     rated = [
         (rating, shape)
         for one, shape in zip(asked, shapes, strict=True)
-        for rating in _rated(one, headroom, outlook) or _rated(leaner(one), headroom, NOW)
+        for rating in _rated(one, request.cluster, headroom, outlook)
+        or _rated(leaner(one), request.cluster, headroom, NOW)
     ]
     if not rated:
         require_plan(Priced.of(asked[0]))  # raises, saying what is short
@@ -211,17 +213,19 @@ class _Rating:
     order: tuple[bool, int, float]
 
 
-def _rated(request: PlanRequest, headroom: float, outlook: tuple[float, ...]) -> list[_Rating]:
+def _rated(
+    request: PlanRequest, largest: ClusterProfile, headroom: float, outlook: tuple[float, ...]
+) -> list[_Rating]:
     """Plans that are best somewhere in the outlook, or with headroom, and fit now."""
-    found = [best(scaled(request, factor)) for factor in (*outlook, 1 + headroom)]
+    found = [best(scaled(request, factor), largest) for factor in (*outlook, 1 + headroom)]
     options = {(sizes_of(plan), plan.arrangement.placement): plan for plan in found if plan is not None}
     ratings = []
     for sizes, placement in options:
         asked = replace(request, placement=placement)
-        plans = [with_layouts(scaled(asked, factor), sizes) for factor in outlook]
+        plans = [with_layouts(scaled(asked, factor), sizes, largest) for factor in outlook]
         if plans[0] is None:
             continue
-        is_tight = with_layouts(scaled(asked, 1 + headroom), sizes) is None
+        is_tight = with_layouts(scaled(asked, 1 + headroom), sizes, largest) is None
         steps = [plan.step_s for plan in plans if plan is not None]
         order = (is_tight, len(plans) - len(steps), fmean(steps))
         ratings.append(_Rating(plan=plans[0], order=order))

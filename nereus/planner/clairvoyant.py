@@ -44,7 +44,7 @@ def oracle_path(controller: Controller, trace: Trace) -> tuple[Option | None, ..
     """The option to hold during every step; None where none fits."""
     options = _options(controller, trace)
     cost = np.full((len(trace.steps), len(options)), np.inf)
-    largest = nodes_cluster(controller.request.cluster, trace.most_nodes)
+    largest = controller.request.cluster
     for number, step in enumerate(trace.steps):
         room = len(step.nodes - step.breaking) * controller.request.cluster.pools[0].gpus_per_node
         truth = true_request(controller.request, step)
@@ -85,7 +85,7 @@ class _Turn:
         if self.option is not None:
             shape = shapes_of(lasting, request.cluster)[0]
             asked = replace(self.truth, cluster=shape.cluster, placement=self.option.placement)
-            plan = with_layouts(asked, self.option.sizes)
+            plan = with_layouts(asked, self.option.sizes, request.cluster)
             if plan is not None:
                 sizes = state_bytes(request.workload.models, request.workload.dtype)
                 return seat(plan, shape, before, sizes)
@@ -114,7 +114,7 @@ def _options(controller: Controller, trace: Trace) -> list[Option]:
                 true_request(controller.request, step),
                 cluster=nodes_cluster(controller.request.cluster, count),
             )
-            plan = best(asked)
+            plan = best(asked, controller.request.cluster)
             if plan is not None:
                 key = (sizes_of(plan), plan.arrangement.placement)
                 plans[key] = plan

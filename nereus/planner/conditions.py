@@ -9,9 +9,10 @@ from functools import lru_cache
 
 from nereus.errors import DataError, explain
 from nereus.planner.calibration import NEUTRAL, Calibration
+from nereus.planner.held import GRID
 from nereus.planner.lengths import LengthDistribution
 
-_GRID = math.log(1.02)  # lengths are rounded to steps of 2 %, so that equal questions are asked once
+_STEP = math.log(GRID)  # lengths are rounded to steps of 3 %, so that equal questions are asked once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,9 @@ class Lengths:
 
     @property
     def distribution(self) -> LengthDistribution:
-        """The histogram, its lengths rounded to a grid of 2 %."""
-        return _distribution(_rounded(self.mean), _rounded(self.p95), _rounded(self.maximum))
+        """The histogram, its mean and its shape rounded to steps of 3 %."""
+        p95, longest = _power(self.p95 / self.mean), _power(self.maximum / self.mean)
+        return _distribution(_power(self.mean), p95, longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +153,15 @@ def _capped(events: Sequence[SupplyEvent], most: int) -> list[SupplyEvent]:
     return kept
 
 
-def _rounded(tokens: float) -> float:
-    return math.exp(round(math.log(max(tokens, 1.0)) / _GRID) * _GRID)
+def _power(value: float) -> int:
+    """The nearest power of the grid."""
+    return round(math.log(value) / _STEP)
 
 
 @lru_cache(maxsize=4096)
-def _distribution(mean: float, p95: float, maximum: float) -> LengthDistribution:
-    return LengthDistribution.from_mean_p95_max(mean, max(p95, mean), max(p95, mean, maximum))
+def _distribution(mean: int, p95: int, maximum: int) -> LengthDistribution:
+    """From powers of the grid: the mean in tokens, the other two as multiples of it."""
+    p95 = max(p95, 0)
+    unit = LengthDistribution.from_mean_p95_max(1.0, GRID**p95, max(GRID**p95, GRID**maximum))
+    edges = tuple(edge * GRID**mean for edge in unit.edges_tokens)
+    return LengthDistribution(edges_tokens=edges, shares=unit.shares)

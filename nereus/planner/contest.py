@@ -71,8 +71,8 @@ class Contest:
             cluster = nodes_cluster(self.request.cluster, max(len(nodes), 1))
             asked = replace(true_request(self.request, step), cluster=cluster)
             is_new = False
-            if fixed is None or best(replace(asked, fixed=fixed.fixed, placement=fixed.placement)) is None:
-                plan = best(asked)
+            if fixed is None or self._none_fits(replace(asked, fixed=fixed.fixed, placement=fixed.placement)):
+                plan = best(asked, self.request.cluster)
                 if plan is not None:
                     fixes = (*self.request.fixed, *layout_fixes(sizes_of(plan), dp=False))
                     fixed = replace(self.request, fixed=fixes, placement=plan.arrangement.placement)
@@ -80,6 +80,9 @@ class Contest:
             costs = by_hand if is_new else self.costs
             out.append(replace(controller, request=fixed or self.request, costs=costs))
         return tuple(out)
+
+    def _none_fits(self, request: PlanRequest) -> bool:
+        return best(request, self.request.cluster) is None
 
 
 def parse_policy(word: str) -> Policy:

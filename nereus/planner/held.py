@@ -6,47 +6,72 @@ them again at every boundary. The search that made the plan chooses them, with e
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
+
+import numpy as np
 
 from nereus.planner.choose import Priced, best_of, best_plan
 from nereus.planner.fixed import Choice, Fix
 from nereus.planner.plan import Plan
+from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated
-from nereus.planner.sweep import with_response_length
-from nereus.planner.workload import ModelStage, Recompute
+from nereus.planner.workload import ModelStage, Recompute, Workload
 
+GRID = 1.03
+"""Lengths that are looked ahead to lie this factor, or a power of it, from those of now."""
 Sizes = tuple[tuple[ModelStage, int, int, int], ...]
 _LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS, Choice.GPU)
 
 
-def priced(request: PlanRequest) -> Priced:
-    """A request's candidates, remembered: a job that drifts asks the same question again and again."""
-    return Priced(request=request, sets=_priced(replace(request, placement=None)).sets)
+def priced(request: PlanRequest, largest: ClusterProfile | None = None) -> Priced:
+    """A request's candidates, remembered: a job that drifts asks the same questions again and again.
+
+    Candidates on `largest`, where that is the same kind of cluster with more nodes, are priced once for all
+    smaller ones.
+    """
+    shared = request.cluster
+    if largest is not None and _is_larger(largest, shared):
+        shared = largest
+    request = replace(request, workload=_plain(request.workload))
+    sets = _priced(replace(request, cluster=shared, placement=None)).sets
+    if shared is not request.cluster:
+        room = request.cluster.num_gpus
+        sets = tuple(item.take(np.flatnonzero(item.seat.gpus <= room)) for item in sets)
+    return Priced(request=request, sets=sets)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _priced(request: PlanRequest) -> Priced:
     """Where generation runs changes no candidate, so that both placements share one pricing."""
     return Priced.of(request)
 
 
+def _is_larger(one: ClusterProfile, other: ClusterProfile) -> bool:
+    """Whether a candidate of `other` costs the same on `one`: equal nodes and links, several in both."""
+    if len(one.pools) != 1 or len(other.pools) != 1:
+        return False
+    nodes = (one.pools[0].num_nodes, other.pools[0].num_nodes)
+    same = replace(other, name=one.name, pools=(replace(other.pools[0], num_nodes=nodes[0]),)) == one
+    return same and nodes[0] >= nodes[1] > 1
+
+
 @lru_cache(maxsize=16384)
-def best(request: PlanRequest) -> Plan | None:
-    """The best plan of a request, remembered; None where nothing fits."""
-    return best_of(priced(request))
+def best(request: PlanRequest, largest: ClusterProfile | None = None) -> Plan | None:
+    """The best plan of a request, remembered; None where nothing fits. `largest` as for `priced`."""
+    return best_of(priced(request, largest))
 
 
 def held(seated: Seated, request: PlanRequest) -> Plan | None:
-    """The same layouts on the same ranks under the request's work and calibration; None where they do not
-    fit.
+    """The same layouts on the same ranks under the request's work; None where they do not fit.
 
-    Of the request's cluster nothing is used: the plan stays on its own.
+    The plan stays on its own cluster; the request's serves as the `largest` of `priced`.
     """
     now = seated.plan
     asked = replace(request, cluster=seated.cluster, placement=now.arrangement.placement)
-    found = with_layouts(asked, sizes_of(now))
+    found = with_layouts(asked, sizes_of(now), request.cluster)
     if found is None:
         return None
     ranks = {item.model_stage: item.ranks for item in now.assignments}
@@ -62,11 +87,11 @@ def sizes_of(plan: Plan) -> Sizes:
 
 
 @lru_cache(maxsize=65536)
-def with_layouts(request: PlanRequest, sizes: Sizes) -> Plan | None:
-    """The best plan with these layouts; None where they do not fit."""
+def with_layouts(request: PlanRequest, sizes: Sizes, largest: ClusterProfile | None = None) -> Plan | None:
+    """The best plan with these layouts; None where they do not fit. `largest` as for `priced`."""
     if max(tp * pp * dp for _, tp, pp, dp in sizes) > request.cluster.num_gpus:
         return None
-    chosen = priced(request)
+    chosen = priced(request, largest)
     for stage, tp, pp, dp in sizes:
         rows = chosen.set_of(stage)
         same = (rows.tp == tp) & (rows.pp == pp) & (rows.dp == dp)
@@ -110,7 +135,17 @@ def leaner(request: PlanRequest) -> PlanRequest:
 
 @lru_cache(maxsize=4096)
 def scaled(request: PlanRequest, factor: float) -> PlanRequest:
-    """The request with all responses this many times as long."""
-    if factor == 1:
+    """The request with all responses this many times as long, the factor rounded to a power of `GRID`."""
+    power = round(math.log(factor) / math.log(GRID))
+    if not power:
         return request
-    return with_response_length(request, request.workload.response.maximum * factor)
+    given = request.workload.response
+    edges = tuple(edge * GRID**power for edge in given.edges_tokens)
+    return replace(request, workload=request.workload.with_response(replace(given, edges_tokens=edges)))
+
+
+def _plain(workload: Workload) -> Workload:
+    """Lengths to six digits, so that equal ones are equal however they were reached."""
+    given = workload.response
+    edges = tuple(float(f"{edge:.6g}") for edge in given.edges_tokens)
+    return workload.with_response(replace(given, edges_tokens=edges))

@@ -11,11 +11,14 @@ from nereus.config.adaptation import PaybackPolicy, Thresholds
 from nereus.errors import Infeasible
 from nereus.planner.adapt import Controller, first, review, same_units
 from nereus.planner.calibration import NEUTRAL
-from nereus.planner.held import held, leaner, scaled, sizes_of
+from nereus.planner.choose import best_plan
+from nereus.planner.held import best, held, leaner, scaled, sizes_of
+from nereus.planner.layouts import Space
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.policies.any_gain import AnyGain
 from nereus.planner.policies.configured import policy_of
 from nereus.planner.policies.never import Never
+from nereus.planner.profile import ClusterProfile
 from nereus.planner.seating import seat, shapes_of
 from nereus.planner.signals import Gpu, Signals, Switch
 from nereus.planner.transition_time import FixedCosts, state_bytes, transition_cost
@@ -71,6 +74,18 @@ def test_a_held_plan_keeps_ranks_and_costs_what_the_search_would_say() -> None:
     assert plan.step_s > seated.plan.step_s
     assert sizes_of(plan) == sizes_of(seated.plan)
     assert [item.ranks for item in plan.assignments] == [item.ranks for item in seated.plan.assignments]
+
+
+@pytest.mark.parametrize("space", [Space.POW2, Space.GENERAL])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_candidates_priced_on_the_largest_cluster_give_the_same_plan(space: Space, nodes: int) -> None:
+    asked = request(f"{nodes}x8xH100", batch=128, longest=1900, space=space)  # no whole wave of tokens
+    alone, shared = best_plan(asked), best(asked, ClusterProfile.parse("5x8xH100"))
+    assert alone is not None
+    assert shared is not None
+    assert sizes_of(shared) == sizes_of(alone)
+    # The largest pricing rounds lengths to six digits.
+    assert shared.step_s == pytest.approx(alone.step_s, rel=1e-3)
 
 
 def test_lost_gpus_force_a_move_even_under_never() -> None:

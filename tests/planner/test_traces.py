@@ -143,7 +143,7 @@ def test_lengths_grow_from_start_to_end_within_the_limit() -> None:
 def test_a_length_is_rounded_by_no_more_than_its_grid() -> None:
     for mean in (137.0, 500.0, 7777.0):
         rounded = Lengths(mean=mean, p95=2 * mean, maximum=4 * mean).distribution
-        # 1 % from the grid on each of three numbers, 1 % from the fit of the log-normal body.
+        # 1.5 % from the grid, 1 % from the fit of the log-normal body.
         assert rounded.mean == pytest.approx(mean, rel=0.03)
 
 
