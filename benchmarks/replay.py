@@ -293,7 +293,7 @@ def costs(results: dict[str, dict[str, Any]]) -> str:
         "## Where time goes beside steps, and the CPU it took",
         "",
         "A transition costs what its schedule predicts over the links, with 10 % noise, and "
-        f"{COSTS.transition_s:g} s for votes, new process groups and engines; a restart {COSTS.restart_s:g} s. "
+        f"{COSTS.transition_s:g} s for votes, process groups and engines; a restart {COSTS.restart_s:g} s. "
         "Both are assumptions for this scale, not measurements: on CPU workers over gloo the fixed part "
         "is about 0.3 s.",
         "",
