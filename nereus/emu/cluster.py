@@ -149,9 +149,10 @@ class Cluster:
 
     @property
     def num_free_gpus(self) -> int:
-        """GPUs of the Ray cluster that nobody uses."""
-        resources = ray.available_resources()  # type: ignore[no-untyped-call]
-        return int(resources.get("GPU", 0))
+        """GPUs of the Ray cluster that nobody uses, on nodes that stay."""
+        leaving = ray._private.state.state.get_draining_nodes()
+        free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+        return sum(int(resources.get("GPU", 0)) for node, resources in free.items() if node not in leaving)
 
     def pool(self) -> tuple[PooledGpu, ...]:
         """The live workers with their nodes, and when a node that is being drained goes away."""
@@ -220,12 +221,19 @@ class Cluster:
     def reap(self, *, timeout_s: float) -> frozenset[Rank]:
         """Find out who is alive after a failure; returns the ranks that are gone, and forgets them.
 
-        A worker that gives no answer in `timeout_s` hangs: it is ended and counts as gone.
+        A worker answers when its current call is over. One that gives no answer in `timeout_s` hangs: it is
+        ended and counts as gone. Raises Cancelled when the stop flag is set.
         """
         self._halted.clear()
         asked = self.submit(dict.fromkeys(self.ranks, Call("ping")))
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        gone = {asked[ref] for ref in answered if not _answers(ref)}
+        gone: set[Rank] = set()
+        silent = list(asked)
+        end = time.monotonic() + timeout_s
+        while silent and time.monotonic() < end:
+            if self.stop.is_set():
+                raise Cancelled(explain("stopped while looking for workers that live"))
+            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=POLL_S)
+            gone |= {asked[ref] for ref in answered if not _answers(ref)}
         for ref in silent:
             ray.kill(self._actors[asked[ref]])
             gone.add(asked[ref])

@@ -121,6 +121,7 @@ class Worker:
         for held in (self._specs, self._engines, self._generators):
             held.pop(spec.name, None)
         if groups is None:
+            self.participant.live.pop(spec.name, None)
             return 0
         self._specs[spec.name] = spec
         if spec.role == "generation":
@@ -238,9 +239,11 @@ class Worker:
         return self._engines[stage].step_count
 
     def peak_memory_bytes(self) -> int:
-        """Peak device memory, or peak resident memory of the process on a CPU."""
+        """Peak device memory since this was last asked; on a CPU the peak of the process so far."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _layout(self, stage: str) -> Layout:

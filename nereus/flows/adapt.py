@@ -36,6 +36,7 @@ def adapt(job: Job) -> None:
         step=job.state.step,
         lengths_b=measured.lengths_b,
         work_s=measured.work_s,
+        memory_bytes=measured.memory_bytes,
         pool=job.cluster.pool(),
     )
     outcome = adapter.observe(signals)

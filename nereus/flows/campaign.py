@@ -1,6 +1,6 @@
 """The campaign: the main path. The driver runs it; it is the only one who decides.
 
-    prepare ─▶ open job ─▶ step, step, step ... (checkpoint every N) ─▶ last checkpoint ─▶ final model, report
+    prepare ─▶ open job ─▶ (move if called for ─▶ step ─▶ checkpoint if due) ... ─▶ final model, report
 
 Our checkpoint, not Prefect's state, is the truth about the next step: a stop, a crash or a rerun continues
 from it.
@@ -9,6 +9,7 @@ from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prefect import flow
@@ -16,8 +17,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
 from nereus.flows.adapt import adapt
-from nereus.flows.recovery import surviving_step
-from nereus.flows.step import MAX_CONCURRENT
+from nereus.flows.recovery import surviving
+from nereus.flows.step import MAX_CONCURRENT, tracked_step
 from nereus.flows.tracking import level
 from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
@@ -68,19 +69,19 @@ def campaign(config: CampaignConfig, resume: bool = False) -> CampaignResult:
 
 
 def run_steps(job: Job) -> None:
-    """Run every step that is left, saving a checkpoint every so many steps and after the last."""
-    config = job.config
+    """Run every step that is left. Workers that die on the way are done without."""
     last_step_s: float | None = None
-    while job.state.step < config.steps:
-        if job.adapter:
-            adapt(job)
-        else:
-            follow_plan(job)
-        record = surviving_step(job, level(config.tracking, last_step_s))
+    while job.state.step < job.config.steps:
+        surviving(job, follow_plan if job.adapter is None else adapt)
+        record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
         job.finish_step(record)
         last_step_s = record.step_s
-        every = config.checkpoint.every_steps
-        if every and job.state.step % every == 0:
-            save_checkpoint(job)
-    if not job.is_saved:
+        surviving(job, save_if_due)
+
+
+def save_if_due(job: Job) -> None:
+    """Save a checkpoint every so many steps and after the last, unless this state is saved."""
+    step, every = job.state.step, job.config.checkpoint.every_steps
+    is_due = step == job.config.steps or (every > 0 and step % every == 0)
+    if step > 0 and is_due and not job.is_saved:
         save_checkpoint(job)

@@ -7,7 +7,6 @@ A step changes the logical state at its end only: until then a crash or a stop l
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from prefect import flow, task
@@ -47,7 +46,6 @@ def run_step(job: Job, calls: Calls) -> StepRecord:
 
 
 def _run_stages(job: Job, calls: Calls) -> StepRecord:
-    started = time.perf_counter()
     job.begin_step()
     config, step = job.config, job.state.step
     ppo = config.algorithm if config.algorithm.kind == "ppo" else None
@@ -86,7 +84,7 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
         policy_version=job.state.policy_version + (TRAINING in trained),
         cursor=cursor,
     )
-    return observe(job, rollouts, rewards, trained, memory, time.perf_counter() - started)
+    return observe(job, rollouts, rewards, trained, memory)
 
 
 @flow(

@@ -49,7 +49,7 @@ class StepRecord:
     tokens_per_s: float
     """Prompt and response tokens of the step divided by its duration."""
     memory_bytes: Mapping[str, int]
-    """Peak memory of every worker in the step."""
+    """Peak device memory of every worker in the step; on a CPU, of its process since it began."""
     plan: Mapping[str, str]
     """Where every model-stage ran, e.g. `tp2 pp1 dp1 on 0,1`."""
     learning_rate: float

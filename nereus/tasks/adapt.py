@@ -15,7 +15,7 @@ from torch import Tensor
 from nereus.config import AdaptationConfig, CampaignConfig
 from nereus.emu.cluster import PooledGpu
 from nereus.emu.decoder import decoder_spec
-from nereus.emu.layout import Layout
+from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
 from nereus.errors import ConfigError, explain
 from nereus.planner.adapt import Controller, Review, first, review
@@ -174,9 +174,12 @@ def signals_after(
     step: int,
     lengths_b: Tensor,
     work_s: Mapping[str, float],
+    memory_bytes: Mapping[Rank, int],
     pool: tuple[PooledGpu, ...],
 ) -> Signals:
-    """What the step before `step` showed. `work_s` are seconds of the busiest worker by kind of work."""
+    """What the step before `step` showed. `work_s` are seconds of the busiest worker by kind of work,
+    `memory_bytes` peaks by worker.
+    """
     measured = dict.fromkeys(Stage, 0.0)
     for name, seconds in work_s.items():
         if name in STAGE_OF_WORK:
@@ -193,6 +196,7 @@ def signals_after(
         now_s=time.time(),
         response=LengthDistribution.from_lengths(lengths_b.to(torch.float64).numpy()),
         pool=gpus_of(pool),
+        peak_memory_bytes=memory_bytes,
         stage_s={str(stage): seconds for stage, seconds in measured.items()},
         efficiency=adapter.gains.efficiency,
         calibration=adapter.gains.calibration,

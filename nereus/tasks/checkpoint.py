@@ -17,6 +17,7 @@ from nereus.emu.tensor import ModelSpec
 from nereus.tasks.control import control_record
 from nereus.tasks.job import Job
 from nereus.tasks.resume import MODEL_OF_STAGE
+from nereus.tasks.stages import TRAINING
 
 
 @task(name="save checkpoint", cache_policy=NO_CACHE)
@@ -49,7 +50,7 @@ def save_checkpoint(job: Job) -> Path:
 def export_model(job: Job) -> Path:
     """Write the actor of the newest checkpoint as a Hugging Face folder with the tokenizer beside it."""
     assert job.checkpoint is not None, "a model is exported from a checkpoint"
-    models, spec = job.config.models, job.stages["actor.training"]
+    models, spec = job.config.models, job.stages[TRAINING]
     target = job.config.run_folder / "model"
     write_hf_folder(
         CheckpointSource(job.checkpoint / MODEL_OF_STAGE[spec.name]),

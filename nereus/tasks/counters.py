@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
-from nereus.emu.stage import StageSpec
+from nereus.emu.stage import FromMemory, StageSpec
 from nereus.tasks.job import Job
 
 
 def step_counts(job: Job, spec: StageSpec) -> dict[Rank, int]:
-    """Optimizer steps that each live rank of a model-stage has taken."""
+    """Optimizer steps that each live rank of a model-stage has taken.
+
+    After a transition that was decided and not yet built these are the counts that it was decided with.
+    """
     live = [rank for rank in spec.ranks if rank in job.cluster.ranks]
+    if not job.is_built:
+        assert isinstance(spec.origin, FromMemory), f"{spec.name} was moved"
+        return dict.fromkeys(live, spec.origin.step_count)
     return job.cluster.run(dict.fromkeys(live, Call("step_count", (spec.name,))), what="read counters")
 
 

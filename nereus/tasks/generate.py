@@ -13,8 +13,7 @@ from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.cluster import Call
 from nereus.tasks.dealing import run_dealt
 from nereus.tasks.job import Job
-
-GENERATION = "actor.generation"
+from nereus.tasks.stages import GENERATION
 
 
 @task(name="generate", cache_policy=NO_CACHE)

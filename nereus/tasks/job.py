@@ -50,10 +50,14 @@ class CampaignState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Response lengths of a step's rows, and seconds of the busiest worker by kind of work."""
+    """Response lengths of a step's rows, seconds of the busiest worker by kind of work, peak device memory.
+
+    A step that moved on the way has no seconds: they would be those of two plans. CPUs have no device memory.
+    """
 
     lengths_b: Tensor
     work_s: Mapping[str, float]
+    memory_bytes: Mapping[Rank, int]
 
 
 @dataclass(kw_only=True)
@@ -74,18 +78,22 @@ class Job:
     """The controller of a job that adapts."""
     adam_steps: dict[str, int]
     """Optimizer steps that each trained model-stage had taken when the last stage completed."""
+    is_built: bool = True
+    """Whether the engines are those of `stages`; not so from a transition's commit until they are built."""
     checkpoint: Path | None = None
     stage_s: dict[str, float] = field(default_factory=dict)
     done: dict[str, object] = field(default_factory=dict)
     """Results of the stages that this step has completed: a step that is tried again does not repeat them."""
     tried: int = -1
     """The step that was tried last."""
-    measured: Measured | None = None
-    """What the last step showed."""
-    target: Mapping[str, StageSpec] | None = None
-    """The model-stages of the transition that was admitted last."""
     again: bool = False
     """Whether this is another try of it."""
+    began_s: float = 0.0
+    """When its first try began, on the clock of `time.perf_counter`."""
+    measured: Measured | None = None
+    """What the last step showed; None before the first one and after a recovery."""
+    target: Mapping[str, StageSpec] | None = None
+    """The model-stages of the transition that was admitted last."""
 
     @property
     def config(self) -> CampaignConfig:
@@ -108,6 +116,7 @@ class Job:
         if self.again:
             return
         self.tried = self.state.step
+        self.began_s = time.perf_counter()
         self.stage_s.clear()
         self.done.clear()
         self.cluster.take_busy_s()

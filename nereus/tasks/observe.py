@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
 
 from nereus.emu.batch import Rollouts, TrainMetrics
 from nereus.emu.cluster import Call
+from nereus.emu.layout import Rank
 from nereus.record.step import StepRecord
+from nereus.tasks.device import device
 from nereus.tasks.job import Job, Measured
 from nereus.tasks.score import Rewards
+from nereus.tasks.stages import TRAINING
 
 
 def observe(
@@ -18,14 +22,15 @@ def observe(
     rollouts: Rollouts,
     rewards: Rewards,
     trained: Mapping[str, TrainMetrics],
-    memory_bytes: Mapping[str, int],
-    step_s: float,
+    memory_bytes: Mapping[Rank, int],
 ) -> StepRecord:
     """The record of the step that just ended; `job.state` is already the state after it.
 
     Rewards and lengths are those of the sampled rows; greedy rows of ReMax are left out. The overhead is the
-    step's time in which neither a worker nor the driver worked on a stage: Prefect, Ray, and records.
+    step's time in which neither a worker nor the driver worked on a stage: Prefect, Ray, and records. A step
+    that was tried again is as long as all its tries.
     """
+    step_s = time.perf_counter() - job.began_s
     rows = job.config.rows
     values_b = rewards.values_b[:rows]
     present_b = values_b[~values_b.isnan()]
@@ -33,8 +38,12 @@ def observe(
     prompt_tokens = int(rollouts.batch.prompt_lens_b.sum())
     response_tokens = int(rollouts.batch.response_lens_b.sum())
     work_s = dict(job.stage_s) | job.cluster.take_busy_s()
-    job.measured = Measured(lengths_b=lengths_b, work_s=work_s)
-    actor = trained.get("actor.training")
+    job.measured = Measured(
+        lengths_b=lengths_b,
+        work_s={} if job.again else work_s,
+        memory_bytes=memory_bytes if device(job.config) == "cuda" else {},
+    )
+    actor = trained.get(TRAINING)
     return StepRecord(
         step=job.state.step - 1,
         version=rollouts.version,
@@ -52,7 +61,7 @@ def observe(
         stage_s=dict(job.stage_s),
         step_s=step_s,
         tokens_per_s=(prompt_tokens + response_tokens) / step_s,
-        memory_bytes=memory_bytes,
+        memory_bytes={f"worker {rank}": size for rank, size in memory_bytes.items()},
         plan={name: spec.text for name, spec in job.stages.items()},
         learning_rate=actor.learning_rate if actor else 0.0,
         stats=_stats(trained) | {f"missing/{reason}": float(n) for reason, n in rewards.missing.items()},
@@ -80,7 +89,6 @@ def _stats(trained: Mapping[str, TrainMetrics]) -> dict[str, float]:
     return out
 
 
-def peak_memory(job: Job) -> dict[str, int]:
+def peak_memory(job: Job) -> dict[Rank, int]:
     """Peak bytes of every worker."""
-    calls = dict.fromkeys(job.cluster.ranks, Call("peak_memory_bytes"))
-    return {f"worker {rank}": size for rank, size in job.cluster.run(calls, what="read memory").items()}
+    return job.cluster.run(dict.fromkeys(job.cluster.ranks, Call("peak_memory_bytes")), what="read memory")

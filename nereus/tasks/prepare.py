@@ -61,7 +61,8 @@ class Prepared:
             rows.append(("too long", left_out))
         for stage in self.stages_at(0).values():
             size = f"{stage.model.num_parameters:,} parameters, {stage.model.dtype}"
-            rows.append((stage.name, f"{stage.text} ({size})"))
+            plan = "as the planner chooses" if config.adaptation else stage.text
+            rows.append((stage.name, f"{plan} ({size})"))
         for change in self.config.changes:
             stages = self.stages_at(change.before_step).values()
             text = "; ".join(f"{stage.name} {stage.text}" for stage in stages)

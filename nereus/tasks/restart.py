@@ -23,7 +23,7 @@ def restart_from_storage(job: Job, then: Mapping[str, StageSpec]) -> None:
     }
     job.cluster.join()
     job.weight_sync = build_stages(job.cluster, stages)
-    job.stages = stages
+    job.stages, job.is_built = stages, True
     job.adam_steps = counted_steps(stages)
     job.state = restored_state(checkpoint)
     job.checkpoint = None if checkpoint is None else checkpoint.path

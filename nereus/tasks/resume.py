@@ -12,8 +12,9 @@ from nereus.emu.checkpoint.source import Checkpoint, open_checkpoint
 from nereus.emu.stage import FromCheckpoint, StageSpec
 from nereus.errors import CheckpointError, explain
 from nereus.tasks.prepare import Prepared
+from nereus.tasks.stages import CRITIC, TRAINING
 
-MODEL_OF_STAGE = {"actor.training": "actor", "critic.training": "critic"}
+MODEL_OF_STAGE = {TRAINING: "actor", CRITIC: "critic"}
 """The model-stages whose state a checkpoint holds, and under which name."""
 
 

@@ -17,8 +17,7 @@ from nereus.emu.cluster import Call
 from nereus.rewards.function import MissingReason, RewardRequest, missing_by_reason
 from nereus.tasks.dealing import run_dealt
 from nereus.tasks.job import Job
-
-REWARD, REFERENCE, CRITIC = "reward.inference", "reference.inference", "critic.training"
+from nereus.tasks.stages import CRITIC, REFERENCE, REWARD
 
 
 @dataclass(frozen=True, kw_only=True)

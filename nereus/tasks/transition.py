@@ -1,9 +1,10 @@
 """A transition of the running job: from the model-stages as they are to those of another plan, in place.
 
-    plan (pure) ─▶ move and vote ─▶ one decision, applied ─▶ new generation, engines anew ─▶ publish
+    plan (pure) ─▶ move and vote ─▶ one decision ─▶ apply ─▶ new generation, engines anew ─▶ publish
 
 Training and inference states move by reshard plans; generation has no state of its own to keep and is synced
-from training afterwards. Until the decision the old layout holds; an abort leaves the job as it was (I6).
+from training afterwards. Until the decision the old layout holds, and an abort leaves the job as it was; from
+the decision to commit on the new one holds, built or not yet (I6).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from nereus.emu.transaction import Order
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import WorkerLost
 from nereus.tasks.control import control_record
-from nereus.tasks.counters import adam_steps
 from nereus.tasks.job import Job, build_stages
 from nereus.tasks.stages import GENERATION, TRAINING
 
@@ -120,30 +120,42 @@ def move_and_vote(job: Job, transition: Transition, epoch: int) -> dict[Rank, Vo
             return {}
 
 
-@task(name="decide and apply", cache_policy=NO_CACHE)
-def decide_and_apply(job: Job, transition: Transition, epoch: int, votes: Mapping[Rank, Vote]) -> Decision:
-    """Write the one decision and let every worker act on it."""
-    workers = [rank for rank in job.cluster.ranks if transition.orders(rank)]
-    control = control_record(job, adam_steps(job))
-    decision = job.cluster.coordinator.decide(epoch, workers, votes, control.to_json())
-    job.cluster.run(dict.fromkeys(workers, Call("apply_decision", (decision,))), what="decide and apply")
-    return decision
+@task(name="decide", cache_policy=NO_CACHE)
+def decide(
+    job: Job, transition: Transition, epoch: int, votes: Mapping[Rank, Vote], counts: Mapping[str, int]
+) -> Decision:
+    """Write the one decision; where it is commit, the job's model-stages are the new ones from here on.
 
-
-@task(name="rebuild", cache_policy=NO_CACHE)
-def rebuild(job: Job, transition: Transition) -> None:
-    """A new generation of the world, engines around the moved shards, and a weight sync.
-
-    The job then is under the new plan.
+    `counts` are Adam's, by model-stage. Asks no worker, so nobody's death comes between votes and decision.
     """
-    with job.stage("rebuild"):
-        counts = adam_steps(job)
-        stages = {
+    control = control_record(job, counts)
+    decision = job.cluster.coordinator.decide(epoch, _movers(job, transition), votes, control.to_json())
+    if decision.commits:
+        job.is_built = False
+        job.stages = {
             name: spec
             if name == GENERATION
             else replace(spec, origin=FromMemory(step_count=counts.get(name, 0)))
             for name, spec in transition.stages.items()
         }
+    return decision
+
+
+@task(name="apply", cache_policy=NO_CACHE)
+def apply(job: Job, transition: Transition, decision: Decision) -> None:
+    """Let every worker that has a part act on the decision; all that live do, also when one is lost."""
+    calls = dict.fromkeys(_movers(job, transition), Call("apply_decision", (decision,)))
+    job.cluster.run(calls, what="apply")
+
+
+def _movers(job: Job, transition: Transition) -> list[Rank]:
+    return [rank for rank in job.cluster.ranks if transition.orders(rank)]
+
+
+@task(name="rebuild", cache_policy=NO_CACHE)
+def rebuild(job: Job) -> None:
+    """A new generation of the world, engines around the moved shards, and a weight sync."""
+    with job.stage("rebuild"):
         job.cluster.join()
-        job.weight_sync = build_stages(job.cluster, stages)
-        job.stages = stages
+        job.weight_sync = build_stages(job.cluster, job.stages)
+        job.is_built = True

@@ -14,26 +14,10 @@ from nereus.record.metrics import read_records
 from nereus.record.transitions import read_transitions
 from nereus.tasks.job import open_job
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.striker import Striker
 
 pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
-
-
-class Striker:
-    """A listener that kills a worker when a stage of a step begins."""
-
-    def __init__(self, strike: Callable[[int, str], None]) -> None:
-        self._strike = strike
-
-    def on_stage(self, step: int, stage: str, seconds: float | None) -> None:
-        if seconds is None:
-            self._strike(step, stage)
-
-    def on_step(self, record: object) -> None:
-        pass
-
-    def on_message(self, text: str) -> None:
-        pass
 
 
 def test_a_job_takes_free_gpus_moves_to_them_and_survives_the_loss_of_one(make_config: Make) -> None:
