@@ -67,8 +67,8 @@ class CampaignConfig(Frozen):
     changes: tuple[PlanChange, ...] = ()
     """Changes of it that are known beforehand; the job moves in place between two steps."""
     adaptation: AdaptationConfig | None = None
-    """Plan anew when lengths, GPUs or speed drift, and move in place where that pays; then `plan` and
-    `changes` are not used. Without it the plan is fixed.
+    """Choose the plan, plan anew when lengths, GPUs or speed drift, and move in place where that pays; then
+    `plan` is not used and there are no `changes`. Without it the plan is fixed.
     """
     cluster: ClusterConfig = ClusterConfig()
     """The Ray cluster."""
@@ -126,6 +126,20 @@ class CampaignConfig(Frozen):
                     f"0..{self.cluster.gpus - 1}; raise cluster.gpus to at least {max(outside) + 1} "
                     "or make the plan smaller"
                 )
+
+    @model_validator(mode="after")
+    def _one_way_to_change(self) -> CampaignConfig:
+        if self.adaptation is not None and self.changes:
+            raise ValueError(
+                "changes and adaptation are both given, but a job that adapts follows no changes known "
+                "beforehand; leave one of them out"
+            )
+        if self.adaptation is None and self.cluster.max_gpus is not None:
+            raise ValueError(
+                "cluster.max_gpus is given, but without adaptation a job takes no further GPUs; "
+                "add adaptation: {}, or leave max_gpus out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch(self) -> CampaignConfig:

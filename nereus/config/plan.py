@@ -111,3 +111,12 @@ class ClusterConfig(Frozen):
     """Longest wait for a peer inside a collective, seconds."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of one worker."""
+
+    @model_validator(mode="after")
+    def _limit(self) -> ClusterConfig:
+        if self.max_gpus is not None and self.max_gpus < self.gpus:
+            raise ValueError(
+                f"max_gpus = {self.max_gpus} but gpus = {self.gpus}; a campaign starts with `gpus` and takes "
+                "more up to `max_gpus`, so give at least that many, or leave max_gpus out"
+            )
+        return self

@@ -156,11 +156,19 @@ def test_a_key_of_another_kind_names_its_kind(write: Write) -> None:
         ("batch.samples=1", "grpo compares the samples of a prompt"),
         ("plan.actor_training.tp=8", "raise cluster.gpus to at least 8"),
         ("plan.actor_training.gpus=[1]", "plan.actor_training: gpus=[1] but tp*pp*dp = 2"),
+        ("cluster.max_gpus=1", "max_gpus = 1 but gpus = 4"),
+        ("cluster.max_gpus=9", "without adaptation a job takes no further GPUs"),
     ],
 )
 def test_a_bad_value_says_key_value_rule_and_remedy(write: Write, override: str, expected: str) -> None:
     (line,) = mistakes(write(BASE), override)
     assert expected in line
+
+
+def test_a_job_that_adapts_has_no_changes_beforehand(write: Write) -> None:
+    change = "changes=[{before_step: 2, plan: {actor_training: {tp: 1}}}]"
+    (line,) = mistakes(write(BASE), "adaptation={}", change)
+    assert "changes and adaptation are both given" in line
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(write: Write) -> None:
