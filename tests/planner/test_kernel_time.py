@@ -46,7 +46,7 @@ def test_no_product_beats_the_roofline(kind: str) -> None:
 def test_eight_times_the_rows_never_cost_less(n: int, k: int) -> None:
     rows = np.array([1, 8, 64, 512, 4096, 32768])
     time = gemm_s(H100, rows, n, k)
-    # 10 %: the library switches kernels between sizes, and one row is slower than eight in the measured rows too.
+    # 10 %: the library switches kernels between sizes; one row is slower than eight as measured, too.
     assert (np.diff(time) > -0.1 * time[:-1]).all()
 
 

@@ -58,7 +58,7 @@ def test_observed_lengths_keep_their_mean_and_maximum() -> None:
 def test_nodes_integrate_the_survival_curve_to_the_mean(lengths: list[float]) -> None:
     built = LengthDistribution.from_lengths(lengths)
     nodes = built.nodes()
-    # The integral of survival is the mean; the grid under the cells is max / 1024 wide, so the step of a point
+    # The integral of survival is the mean; the grid under the cells is max / 1024 wide: the step of a point
     # mass may be off by half of that.
     assert float(nodes.survival @ nodes.widths) == pytest.approx(built.mean, abs=built.maximum / 500)
     assert float(nodes.widths.sum()) == pytest.approx(built.maximum)
