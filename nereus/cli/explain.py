@@ -12,7 +12,7 @@ from nereus.config.load import load_campaign
 
 if TYPE_CHECKING:  # loaded when a transition is explained, so that --help is instant
     from nereus.emu.stage import StageSpec
-    from nereus.emu.unit import ClusterState
+    from nereus.emu.unit import ClusterState, Unit
 
 MemoryGb = Annotated[
     float | None,
@@ -80,16 +80,13 @@ def _explained(
 def _state(stages: tuple[StageSpec, ...], ranks: set[int]) -> ClusterState:
     """The units of a plan that have weights of their own; generation that shares training's has none."""
     from nereus.emu.kinds import serving_kinds, training_kinds
-    from nereus.emu.unit import ClusterState, Unit, UnitId
+    from nereus.emu.unit import ClusterState
 
-    units = []
+    units: list[Unit] = []
     for spec in stages:
         if spec.shares is not None:
             continue
         kinds = (training_kinds if spec.role == "training" else serving_kinds)(spec.model.dtype)
         model = spec.name.partition(".")[0]
-        units += [
-            Unit(id=UnitId(spec.name, index), model=model, layout=layout, kinds=kinds)
-            for index, layout in enumerate(spec.units)
-        ]
+        units += spec.elastic_units(kinds, model=model)
     return ClusterState.of(units, ranks)

@@ -28,7 +28,7 @@ from nereus.emu.worker import Worker
 from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, explain
 
 START_S = 300.0  # a worker imports torch, on a busy machine from a cold disk
-POLL_S = 0.5  # the longest a stop goes unnoticed (docs/design/cancellation.md)
+POLL_S = 0.5  # the longest a stop goes unnoticed (docs/design/calls-to-workers.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from typing import Literal
 
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.kinds import Kinds
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.unit import Unit, UnitId
 
 Role = Literal["training", "generation", "inference"]
 
@@ -71,6 +73,13 @@ class StageSpec:
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank, unit after unit in layout order."""
         return tuple(rank for unit in self.units for rank in unit.ranks)
+
+    def elastic_units(self, kinds: Kinds, *, model: str | None = None) -> tuple[Unit, ...]:
+        """The units as values of a reshard plan, with these kinds of state; `model` is `name` when absent."""
+        return tuple(
+            Unit(id=UnitId(self.name, index), model=model or self.name, layout=layout, kinds=kinds)
+            for index, layout in enumerate(self.units)
+        )
 
     @property
     def text(self) -> str:

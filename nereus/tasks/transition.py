@@ -19,12 +19,11 @@ from nereus.emu.ballot import Vote
 from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
 from nereus.emu.decoder import decoder_spec
-from nereus.emu.kinds import Kinds, serving_kinds, training_kinds
-from nereus.emu.layout import Layout, Rank
+from nereus.emu.kinds import serving_kinds, training_kinds
+from nereus.emu.layout import Rank
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import FromMemory, StageSpec
 from nereus.emu.transaction import Order
-from nereus.emu.unit import Unit, UnitId
 from nereus.errors import WorkerLost
 from nereus.tasks.control import control_record
 from nereus.tasks.job import Job, build_stages
@@ -83,22 +82,14 @@ def plan_transition(
             stages[name] = spec
             continue
         kinds = (training_kinds if spec.role == "training" else serving_kinds)(spec.model.dtype)
-        plan = plan_reshard(
-            decoder_spec(spec.model), _units(now[name], kinds), _units(spec, kinds), lost=lost
-        )
+        old, new = now[name].elastic_units(kinds), spec.elastic_units(kinds)
+        plan = plan_reshard(decoder_spec(spec.model), old, new, lost=lost)
         plans[name] = plan
         stages[name] = replace(spec, units=tuple(unit.layout for unit in plan.new))
     generation = stages[GENERATION]
     if generation.shares is not None:
         stages[GENERATION] = replace(generation, units=stages[TRAINING].units)
     return Transition(plans=plans, stages=stages)
-
-
-def _units(spec: StageSpec, kinds: Kinds) -> tuple[Unit, ...]:
-    def unit(index: int, layout: Layout) -> Unit:
-        return Unit(id=UnitId(spec.name, index), model=spec.name, layout=layout, kinds=kinds)
-
-    return tuple(unit(index, layout) for index, layout in enumerate(spec.units))
 
 
 @task(name="move and vote", cache_policy=NO_CACHE)

@@ -5,12 +5,11 @@ Pure.
 from __future__ import annotations
 
 from nereus.emu.decoder import decoder_spec
-from nereus.emu.kinds import KindMove, Kinds, serving_kinds, training_kinds
+from nereus.emu.kinds import KindMove, serving_kinds, training_kinds
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.reshard import plan_reshard
 from nereus.emu.stage import StageSpec
-from nereus.emu.unit import Unit, UnitId
 
 
 def plan_weight_sync(training: StageSpec, generation: StageSpec) -> dict[Rank, RankPlan]:
@@ -19,16 +18,9 @@ def plan_weight_sync(training: StageSpec, generation: StageSpec) -> dict[Rank, R
     served = serving_kinds(generation.model.dtype)
     plan = plan_reshard(
         decoder_spec(training.model),
-        _units(training, kinds),
-        _units(generation, served),
+        training.elastic_units(kinds, model="actor"),
+        generation.elastic_units(served, model="actor"),
         (KindMove(kinds[0], served[0]),),
         placement="as_given",
     )
     return {rank: plan.rank_plan(rank) for rank in plan.ranks}
-
-
-def _units(spec: StageSpec, kinds: Kinds) -> tuple[Unit, ...]:
-    return tuple(
-        Unit(id=UnitId(spec.name, index), model="actor", layout=layout, kinds=kinds)
-        for index, layout in enumerate(spec.units)
-    )
