@@ -90,11 +90,8 @@ class CollectiveTransport:
         over = partial(self._over, epoch)
         meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s, over=over)
         left = timedelta(seconds=max(0.001, deadline.left_s))
-        # The attempt may be left behind in a call, so it has a connection to the store of its own.
-        own = PrefixStore(prefix, self.store.clone())  # type: ignore[attr-defined]  # missing in the stubs
-        attempt = _Attempt(
-            partial(_communicator, own, ranks.index(self.worker), len(ranks), left, self.device)
-        )
+        rank = ranks.index(self.worker)
+        attempt = _Attempt(partial(_communicator, self.store, prefix, rank, len(ranks), left, self.device))
         try:
             why = attempt.wait(deadline, lambda: over() or _declined(store, ranks))
         except RuntimeError as error:  # the store is gone
@@ -169,8 +166,14 @@ def _prefix(epoch: int, digest: str) -> str:
     return f"exchange/{epoch}/{digest}"
 
 
-def _communicator(store: Client, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """A bare backend object; it is registered nowhere, so nothing global remembers it."""
+def _communicator(
+    shared: Client, prefix: str, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> Any:
+    """A bare backend object; it is registered nowhere, so nothing global remembers it.
+
+    It gets a connection to the store of its own, since the caller may be left behind in a call on it.
+    """
+    store = PrefixStore(prefix, shared.clone())  # type: ignore[attr-defined]  # missing in the stubs
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
