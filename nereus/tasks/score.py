@@ -29,11 +29,6 @@ class Rewards:
     values_b: Tensor
     missing: Mapping[MissingReason, int]
 
-    @property
-    def num_missing(self) -> int:
-        """Rows without a reward."""
-        return int(self.values_b.isnan().sum())
-
 
 @task(name="score rewards", cache_policy=NO_CACHE)
 def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
