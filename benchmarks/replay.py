@@ -280,7 +280,7 @@ def against(results: dict[str, dict[str, Any]]) -> str:
 def sweep(results: dict[str, dict[str, Any]]) -> str:
     """The share of the horizon, gamma."""
     words = ("payback=0.25", "payback", "payback=0.75", "payback=1")
-    note = "Mean step (transitions) of payback by gamma. Most causes fire less than five times, before gamma counts."
+    note = "Mean step (transitions) of payback. Most causes fire less than five times, before gamma counts."
     lines = ["## Gamma", "", note, ""]
     lines += ["| trace | 0.25 | 0.5 | 0.75 | 1 |", "|---|---|---|---|---|"]
     for name, result in results.items():
