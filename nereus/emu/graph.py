@@ -126,9 +126,9 @@ class TransitionGraph:
         return [f"{self.chains[chain].id} spill {at}" for at, (chain, _) in enumerate(self.spills)]
 
     @cached_property
-    def digraph(self) -> nx.DiGraph:
+    def digraph(self) -> nx.DiGraph[str]:
         """The graph in networkx; nodes are node ids, edges carry their `reason`. Not to be changed."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         spills = self._spill_ids
         graph.add_nodes_from(spills)
         first, last = [], []

@@ -8,9 +8,11 @@ set of workers; a unit's result travels back from its first rank only.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +62,7 @@ class Worker:
         self._specs: dict[str, StageSpec] = {}
         self._participant: Participant | None = None
         self._syncs: dict[str, RankPlan] = {}
+        self._counts: dict[str, int] = {}
 
     def call(self, method: str, *arguments: object) -> tuple[object, float]:
         """Run a method by name; returns its result and the seconds it took here.
@@ -70,7 +73,9 @@ class Worker:
         started = time.perf_counter()
         try:
             result = getattr(self, method)(*arguments)
-        except Exception:
+        except Exception as error:
+            # The frames of the failure hold the groups, whose connections end only when nobody holds them.
+            traceback.clear_frames(error.__traceback__)
             self._leave(broken=True)
             raise
         return result, time.perf_counter() - started
@@ -78,8 +83,14 @@ class Worker:
     def _leave(self, *, broken: bool = False) -> None:
         if self._generation is not None:
             generation, self._generation = self._generation, None
+            if broken:
+                self._counts |= {name: engine.step_count for name, engine in self._engines.items()}
+                self._engines.clear()
+                self._generators.clear()
             self.participant.executor.transport.close(generation.number, broken=broken)
             generation.leave(broken=broken)
+            if broken:
+                gc.collect()
 
     def ping(self) -> int:
         """This process's id; returns once the worker is ready."""
@@ -236,7 +247,8 @@ class Worker:
 
     def step_count(self, stage: str) -> int:
         """Optimizer steps that a model-stage has taken."""
-        return self._engines[stage].step_count
+        engine = self._engines.get(stage)
+        return self._counts[stage] if engine is None else engine.step_count
 
     def peak_memory_bytes(self) -> int:
         """Peak device memory since this was last asked; on a CPU the peak of the process so far."""
