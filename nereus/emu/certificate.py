@@ -25,7 +25,7 @@ SHAKE = 5.0  # mean acquisitions
 
 
 def components(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Tasks that touch bins, grouped so that groups share no bin and no precedence; each ascending."""
+    """Tasks that touch bins, with all before and after them; groups share no bin and no precedence."""
     parent = list(range(len(problem.tasks)))
 
     def root(number: int) -> int:
@@ -35,18 +35,16 @@ def components(problem: Problem) -> tuple[tuple[int, ...], ...]:
         return number
 
     first: dict[int, int] = {}
-    touching = [bool(task.acquires or task.releases) for task in problem.tasks]
     for number, task in enumerate(problem.tasks):
         for place, _ in (*task.acquires, *task.releases):
             parent[root(number)] = root(first.setdefault(place, number))
         for other in task.after:
-            touching[number] = touching[other] = touching[number] or touching[other]
             parent[root(number)] = root(other)
     groups: dict[int, list[int]] = defaultdict(list)
-    for number, touches in enumerate(touching):
-        if touches:
-            groups[root(number)].append(number)
-    return tuple(tuple(group) for group in groups.values())
+    for number in range(len(problem.tasks)):
+        groups[root(number)].append(number)
+    touching = {root(number) for number, task in enumerate(problem.tasks) if task.acquires or task.releases}
+    return tuple(tuple(group) for top, group in groups.items() if top in touching)
 
 
 def find_sequence(

@@ -161,3 +161,15 @@ def test_a_large_group_is_sequenced_without_deep_recursion() -> None:
     used = (0, *([1] * 1500))
     problem = Problem(tasks=tasks, bins=tuple((n,) for n in range(1501)), used=used, cap=(1,) * 1501)
     assert find_sequence(problem, range(1500), problem.used) == list(range(1500))
+
+
+def test_a_group_holds_everything_that_its_tasks_wait_for() -> None:
+    # Only the last of three in a row touches memory; the first must be in its group all the same.
+    tasks = (
+        Task(chain=0, seconds=1.0),
+        Task(chain=1, seconds=1.0, after=(0,)),
+        Task(chain=2, seconds=1.0, after=(1,), acquires=((0, 1),)),
+        Task(chain=3, seconds=1.0),
+    )
+    problem = Problem(tasks=tasks, bins=((0,),), used=(0,), cap=(1,))
+    assert components(problem) == ((0, 1, 2),)
