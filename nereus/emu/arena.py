@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from nereus.emu import kinds
+from nereus.emu.decoder import DType
 from nereus.emu.layout import Piece, Shard
 
 ALIGNMENT = 32  # elements; 64 bytes of the narrowest dtype, so that every view starts on a cache line
@@ -97,6 +100,7 @@ class ShardState:
 
 
 def training_kinds(theta: torch.dtype) -> dict[str, torch.dtype]:
-    """The kinds of state a training shard carries; fp32 weights are their own master copy."""
-    omega = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    return {"theta": theta} | ({} if theta == torch.float32 else {"master": torch.float32}) | omega
+    """The arenas of a training shard with weights of this dtype: those that `kinds.training_kinds` names."""
+    names: tuple[DType, ...] = get_args(DType)
+    name = next(name for name in names if TORCH_DTYPE[name] == theta)
+    return {kind.name: TORCH_DTYPE[kind.dtype] for kind in kinds.training_kinds(name)}
