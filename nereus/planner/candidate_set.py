@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nereus.planner.cost import publish_times, stage_times
+from nereus.planner.cost import StageCost, StageCosts, publish_times, stage_times
 from nereus.planner.fixed import Choice, chosen, chosen_number
 from nereus.planner.layouts import check_fixed, layouts
-from nereus.planner.memory import stage_memories, usable_bytes
+from nereus.planner.memory import StageMemories, StageMemory, stage_memories, usable_bytes
 from nereus.planner.problem import Floats, Ints, PoolLimit, Problem, Seat, Timing
 from nereus.planner.request import Arrangement, Option, Placement, PlanRequest
 from nereus.planner.workload import ModelStage, Recompute, Schedule, Stage, Workload
@@ -27,11 +27,16 @@ PAIRS = (
 )
 
 
+Block = tuple[StageCosts, StageMemories]
+"""What was priced in one call, term by term."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CandidateSet:
     """A model-stage's candidates: the seat's arrays and what each row means.
 
-    `option[i]` indexes `options`, `seat.pool[i]` the cluster's pools. `cuts` are all (tp, pp) looked at, also
+    `option[i]` indexes `options`, `seat.pool[i]` the cluster's pools, (`block[i]`, `cost_row[i]`,
+    `memory_row[i]`) the terms of its time and memory in `blocks`. `cuts` are all (tp, pp) looked at, also
     those of which nothing fits a GPU by itself.
     """
 
@@ -41,8 +46,22 @@ class CandidateSet:
     pp: Ints
     dp: Ints
     option: Ints
+    block: Ints
+    cost_row: Ints
+    memory_row: Ints
+    blocks: tuple[Block, ...]
     options: tuple[Option, ...]
     cuts: tuple[tuple[int, int], ...]
+
+    def cost_of(self, row: int) -> StageCost:
+        """The time of one candidate, by term."""
+        cost, _ = self.blocks[int(self.block[row])]
+        return cost.at(int(self.cost_row[row]))
+
+    def memory_of(self, row: int) -> StageMemory:
+        """The memory of one candidate, by term."""
+        _, memory = self.blocks[int(self.block[row])]
+        return memory.at(int(self.memory_row[row]))
 
     def take(self, rows: Ints) -> CandidateSet:
         """The set with only these candidates."""
@@ -53,6 +72,9 @@ class CandidateSet:
             pp=self.pp[rows],
             dp=self.dp[rows],
             option=self.option[rows],
+            block=self.block[rows],
+            cost_row=self.cost_row[rows],
+            memory_row=self.memory_row[rows],
         )
 
 
@@ -99,14 +121,15 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
         kind = request.cluster.pool(str(kind)).gpu.name  # a stranger is an error
     pools = [pool for pool in request.cluster.pools if kind in (None, pool.gpu.name)]
     check_fixed(model_stage, request.workload, pools, request.fixed)
+    blocks: list[Block] = []
     parts = [
-        _on_pool(request, model_stage, number, options)
+        _on_pool(request, model_stage, number, options, blocks)
         for number, name in enumerate(request.cluster.gpu_kinds)
         if kind in (None, name)
     ]
     columns = [np.concatenate(column) for column in zip(*(part[0] for part in parts), strict=True)]
-    tp, pp, dp, pool, option = (column.astype(np.int64) for column in columns[:5])
-    persistent, transient, latency, sync = columns[5:]
+    tp, pp, dp, pool, option, *origin = (column.astype(np.int64) for column in columns[:8])
+    persistent, transient, latency, sync = columns[8:]
     seat = Seat(
         name=str(model_stage),
         stage=STAGES.index(model_stage.stage),
@@ -125,19 +148,29 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
         pp=pp,
         dp=dp,
         option=option,
+        block=origin[0],
+        cost_row=origin[1],
+        memory_row=origin[2],
+        blocks=tuple(blocks),
         options=options,
         cuts=tuple(sorted({cut for part in parts for cut in part[1]})),
     )
 
 
 def _on_pool(
-    request: PlanRequest, model_stage: ModelStage, number: int, options: Sequence[Option]
+    request: PlanRequest,
+    model_stage: ModelStage,
+    number: int,
+    options: Sequence[Option],
+    blocks: list[Block],
 ) -> tuple[list[Floats], set[tuple[int, int]]]:
-    """Columns (tp, pp, dp, pool, option, persistent, transient, latency, sync) of one pool; all (tp, pp)."""
+    """Columns (tp, pp, dp, pool, option, block and rows in it, persistent, transient, latency, sync) of one
+    pool, and all (tp, pp). Appends what it prices to `blocks`.
+    """
     cluster, pool = request.cluster, request.cluster.pools[number]
     kind, limit = pool.gpu.name, usable_bytes(request.cluster, pool.gpu.name)
     sizes = layouts(model_stage, request.workload, pool, request.space, request.fixed)
-    rows: list[list[Floats]] = [[np.zeros(0)] * 9]
+    rows: list[list[Floats]] = [[np.zeros(0)] * 12]
     for at, option in enumerate(options):
         workload = option.apply(request.workload)
         memory = stage_memories(model_stage, *sizes, workload=workload, cluster=cluster, gpu_kind=kind)
@@ -167,9 +200,11 @@ def _on_pool(
                 gpu_kind=kind,
                 calibration=request.calibration,
             )
-        same = [np.full(len(tp), float(value)) for value in (number, at)]
+        same = [np.full(len(tp), float(value)) for value in (number, at, len(blocks))]
+        found = [np.arange(len(tp), dtype=np.float64), np.flatnonzero(fits).astype(np.float64)]
         kept = [memory.persistent_bytes[fits], memory.transient_bytes[fits]]
-        rows.append([tp, pp, dp, *same, *kept, cost.latency_s, sync])
+        rows.append([tp, pp, dp, *same, *found, *kept, cost.latency_s, sync])
+        blocks.append((cost, memory))
     columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
     cuts = np.unique(np.stack(sizes[:2]).astype(np.int64), axis=1)
     return columns, set(zip(*cuts.tolist(), strict=True))

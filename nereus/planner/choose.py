@@ -11,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.planner.candidate_set import CandidateSet, candidate_sets, effective, problem_of
-from nereus.planner.cost import stage_time
-from nereus.planner.memory import stage_memory
 from nereus.planner.plan import Assignment, Plan, PoolUse, Proof
 from nereus.planner.problem import NUM_STAGES, Evaluation, Problem, evaluate
 from nereus.planner.ranks import Block, PoolSize, place
@@ -177,19 +175,8 @@ def _assignment(
         option=option,
         shares_weights=shares,
         publish_s=float(item.seat.sync_s[row]) if serves and not shares else 0.0,
-        cost=stage_time(
-            item.model_stage,
-            tp,
-            pp,
-            dp,
-            workload=workload,
-            cluster=request.cluster,
-            gpu_kind=kind,
-            calibration=request.calibration,
-        ),
-        memory=stage_memory(
-            item.model_stage, tp, pp, dp, workload=workload, cluster=request.cluster, gpu_kind=kind
-        ),
+        cost=item.cost_of(row),
+        memory=item.memory_of(row),
     )
 
 

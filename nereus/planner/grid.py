@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -25,9 +26,37 @@ class Grid:
         assert len(self.values) == size, f"a grid of {size} knots has {len(self.values)} values"
 
     def __call__(self, *coordinates: Floats) -> Floats:
-        """Interpolate at `coordinates` (positive, one array an axis, equal shapes)."""
-        values = np.asarray(self.values)
-        return np.asarray(sum(values[at] * share for at, share in corners(self.axes, coordinates)))
+        """Interpolate at `coordinates` (positive, one array an axis, equal shapes).
+
+        Axis after axis, the last one first: fewer passes over the arrays than a sum over `corners`.
+        """
+        knots, values, strides = _arrays(self)
+        base: Ints | int = 0
+        shares: list[Floats] = []
+        for axis, stride, coordinate in zip(knots, strides, coordinates, strict=True):
+            index, share = _position(axis, coordinate)
+            base = base + index * stride
+            shares.append(share)
+        parts = [values[base + sum(offset)] for offset in product(*((0, stride) for stride in strides))]
+        for share in reversed(shares):
+            parts = [low + (high - low) * share for low, high in zip(parts[::2], parts[1::2], strict=True)]
+        return np.asarray(parts[0])
+
+
+@lru_cache(maxsize=64)
+def _arrays(grid: Grid) -> tuple[tuple[Floats, ...], Floats, tuple[int, ...]]:
+    """(knots of every axis, values, how far apart neighbours along each axis lie in them)."""
+    sizes = [len(axis) for axis in grid.axes]
+    strides = tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
+    return tuple(np.asarray(axis) for axis in grid.axes), np.asarray(grid.values), strides
+
+
+def _position(knots: Floats, coordinate: Floats) -> tuple[Ints, Floats]:
+    """(lower knot, share of the upper one) of every coordinate."""
+    at = np.minimum(np.maximum(np.log2(np.maximum(coordinate, 1e-9)), knots[0]), knots[-1])
+    index = np.minimum(np.maximum(knots.searchsorted(at, side="right") - 1, 0), len(knots) - 2)
+    low = knots[index]
+    return index, (at - low) / (knots[index + 1] - low)
 
 
 def corners(
@@ -39,11 +68,9 @@ def corners(
     low: list[Ints] = []
     share: list[Floats] = []
     for axis, coordinate in zip(axes, coordinates, strict=True):
-        knots = np.asarray(axis)
-        at = np.clip(np.log2(np.maximum(coordinate, 1e-9)), knots[0], knots[-1])
-        index = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
+        index, part = _position(np.asarray(axis), coordinate)
         low.append(index)
-        share.append((at - knots[index]) / (knots[index + 1] - knots[index]))
+        share.append(part)
     found = []
     for corner in product((0, 1), repeat=len(axes)):
         flat: Ints = np.zeros_like(low[0])

@@ -78,18 +78,18 @@ def layer_forward(place: Place, tokens: ArrayLike, tp: ArrayLike, *, captured: b
     query, kv = heads_per_rank(shape, ranks)
     h, d, f = shape.hidden_size, shape.head_dim, np.ceil(shape.intermediate_size / ranks)
 
-    def product(n: Floats | int, k: Floats | int) -> Floats:
-        return gemm_s(
-            place.gpu,
-            m,
-            n,
-            k,
-            element_bytes=precision.weight_bytes,
-            speed=precision.speed,
-            weight=calibration.correction,
-        )
-
-    gemm = product((query + 2 * kv) * d, h) + product(h, query * d) + product(2 * f, h) + product(h, f)
+    # The four products of a layer (qkv, attention out, gate and up, down), priced in one call.
+    wide, narrow = np.full_like(m, h), query * d
+    products = gemm_s(
+        place.gpu,
+        m,
+        np.stack([(query + 2 * kv) * d, wide, 2 * f, wide]),
+        np.stack([wide, narrow, wide, f]),
+        element_bytes=precision.weight_bytes,
+        speed=precision.speed,
+        weight=calibration.correction,
+    )
+    gemm = products.sum(axis=0)
     # Norms and residuals read and write the hidden state, rope the heads, the activation gate, up and result.
     moved = precision.activation_bytes * m * (8 * h + 2 * (query + 2 * kv) * d + 3 * f)
     size = precision.activation_bytes * m * h
