@@ -54,7 +54,6 @@ def _explained(
     svg: Path | None,
 ) -> str:
     from nereus.emu.chain_time import planned
-    from nereus.emu.decoder import decoder_spec
     from nereus.emu.graph import build_graph
     from nereus.emu.schedule import schedule
     from nereus.emu.schedule_problem import Room
@@ -66,7 +65,7 @@ def _explained(
 
     ranks = {rank for spec in (*now, *then) for rank in spec.ranks} | set(range(num_gpus))
     topology = Topology.uniform(max(ranks) + 1, gpus_per_node)
-    models = {spec.name.partition(".")[0]: decoder_spec(spec.model) for spec in then}
+    models = {spec.name.partition(".")[0]: spec.tensors for spec in then}
     before, after = _state(now, ranks), _state(then, ranks)
     graph = build_graph(before, place_target(before, after, models, topology), topology)
     cap_bytes = 1 << 60 if memory_gb is None else int(memory_gb * 1e9)

@@ -16,6 +16,7 @@ from nereus.config.algorithm import (
     RemaxConfig,
 )
 from nereus.config.campaign import CampaignConfig, CheckpointConfig, Tracking
+from nereus.config.engines import EnginesConfig
 from nereus.config.environment import environment_folder
 from nereus.config.models import ModelsConfig, Precision
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig, StagePlan
@@ -30,6 +31,7 @@ __all__ = [
     "CampaignConfig",
     "CheckpointConfig",
     "ClusterConfig",
+    "EnginesConfig",
     "FileData",
     "GrpoConfig",
     "KlConfig",

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from nereus.config.adaptation import AdaptationConfig
 from nereus.config.algorithm import GrpoConfig, PpoConfig, RemaxConfig
+from nereus.config.engines import EnginesConfig
 from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.models import ModelsConfig
 from nereus.config.paths import OutputPath
@@ -62,6 +63,8 @@ class CampaignConfig(Frozen):
     """How the policy answers."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    engines: EnginesConfig = EnginesConfig()
+    """The engines."""
     plan: PlanConfig = PlanConfig()
     """The parallelism, from the first step on."""
     changes: tuple[PlanChange, ...] = ()

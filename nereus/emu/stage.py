@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nereus.emu.decoder import DecoderConfig
+from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.kinds import Kinds
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit, UnitId
 
 Role = Literal["training", "generation", "inference"]
+EngineName = Literal["torch", "vllm", "megatron", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class StageSpec:
     model: DecoderConfig
     units: tuple[Layout, ...]
     origin: Origin
+    engine: EngineName = "torch"
     optimizer: AdamW | None = None
     recompute: bool = False
     shares: str | None = None
@@ -73,6 +76,11 @@ class StageSpec:
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank, unit after unit in layout order."""
         return tuple(rank for unit in self.units for rank in unit.ranks)
+
+    @property
+    def tensors(self) -> ModelSpec:
+        """The logical tensors and how the engine stores them."""
+        return decoder_spec(self.model)
 
     def elastic_units(self, kinds: Kinds, *, model: str | None = None) -> tuple[Unit, ...]:
         """The units as values of a reshard plan, with these kinds of state; `model` is `name` when absent."""

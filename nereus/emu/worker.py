@@ -28,9 +28,8 @@ from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch
 from nereus.emu.checkpoint.part import Part, write_part
 from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
 from nereus.emu.decision import Decision
-from nereus.emu.decoder import decoder_spec
-from nereus.emu.engines.torch.engine import TorchEngine
-from nereus.emu.engines.torch.generate import TorchGenerator
+from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
+from nereus.emu.engines.registry import open_generator, open_trainer
 from nereus.emu.executor import Executor, sync
 from nereus.emu.groups import Generation, backend_for
 from nereus.emu.hf_folder import HFSource
@@ -57,8 +56,8 @@ class Worker:
         self.rank = rank
         self.device = torch.device(device)
         self._generation: Generation | None = None
-        self._engines: dict[str, TorchEngine] = {}
-        self._generators: dict[str, TorchGenerator] = {}
+        self._engines: dict[str, TrainEngine] = {}
+        self._generators: dict[str, GenerateEngine] = {}
         self._specs: dict[str, StageSpec] = {}
         self._participant: Participant | None = None
         self._syncs: dict[str, RankPlan] = {}
@@ -85,8 +84,8 @@ class Worker:
             generation, self._generation = self._generation, None
             if broken:
                 self._counts |= {name: engine.step_count for name, engine in self._engines.items()}
-                self._engines.clear()
-                self._generators.clear()
+                for stage in [*self._engines, *self._generators]:
+                    self._forget(stage)
             self.participant.executor.transport.close(generation.number, broken=broken)
             generation.leave(broken=broken)
             if broken:
@@ -128,33 +127,31 @@ class Worker:
         Collective over the generation, since groups are made here.
         """
         assert self._generation is not None, "a worker joins a generation before it builds"
-        groups = self._generation.unit_groups(spec.units, model=decoder_spec(spec.model))
-        for held in (self._specs, self._engines, self._generators):
-            held.pop(spec.name, None)
+        groups = self._generation.unit_groups(spec.units, model=spec.tensors)
+        self._forget(spec.name)
         if groups is None:
             self.participant.live.pop(spec.name, None)
             return 0
         self._specs[spec.name] = spec
         if spec.role == "generation":
             shared = self._engines[spec.shares].state if spec.shares else None
-            generator = TorchGenerator(spec.model, groups.layout, groups, state=shared, device=self.device)
+            generator = open_generator(spec, groups, device=self.device, state=shared)
             self._generators[spec.name] = generator
             return 0 if shared is not None else generator.state.num_bytes
-        engine = TorchEngine(
-            spec.model,
-            groups.layout,
-            groups,
-            optimizer=spec.optimizer,
-            device=self.device,
-            recompute=spec.recompute,
-            state=self.participant.live.get(spec.name) if isinstance(spec.origin, FromMemory) else None,
-        )
+        held = self.participant.live.get(spec.name) if isinstance(spec.origin, FromMemory) else None
+        engine = open_trainer(spec, groups, device=self.device, state=held)
         self._fill(spec, engine)
         self._engines[spec.name] = engine
         self.participant.live[spec.name] = engine.state
         return engine.state.num_bytes
 
-    def _fill(self, spec: StageSpec, engine: TorchEngine) -> None:
+    def _forget(self, stage: str) -> None:
+        for engine in (self._engines.pop(stage, None), self._generators.pop(stage, None)):
+            if engine is not None:
+                engine.close()
+        self._specs.pop(stage, None)
+
+    def _fill(self, spec: StageSpec, engine: TrainEngine) -> None:
         state: ShardState = engine.state
         match spec.origin:
             case FromFolder(folder=folder, seed=seed):
@@ -207,7 +204,7 @@ class Worker:
         """
         assert self._generation is not None, "a worker joins a generation before it moves weights"
         old, new = self._engines.get(source), self._generators.get(destination)
-        return sync(
+        sent_bytes = sync(
             self._syncs[source],
             None if old is None else old.state,
             None if new is None else new.state,
@@ -215,6 +212,9 @@ class Worker:
             epoch=self._generation.number,
             deadline_s=deadline_s,
         )
+        if new is not None:
+            new.refresh()
+        return sent_bytes
 
     def prepare_transition(self, epoch: int, orders: Sequence[Order], deadline_s: float) -> Vote:
         """Build the new shards beside the old ones and vote; collective over the workers of each plan."""
@@ -242,7 +242,7 @@ class Worker:
         """Write the boxes that this rank owns of a model-stage; returns the part and Adam's step count."""
         engine, spec = self._engines[stage], self._specs[stage]
         layout = self._layout(stage)
-        part = write_part(folder, model, decoder_spec(spec.model), layout, self.rank, engine.state)
+        part = write_part(folder, model, spec.tensors, layout, self.rank, engine.state)
         return part, engine.step_count
 
     def step_count(self, stage: str) -> int:

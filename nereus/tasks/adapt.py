@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nereus.config import AdaptationConfig, CampaignConfig
 from nereus.emu.cluster import PooledGpu
-from nereus.emu.decoder import decoder_spec
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
 from nereus.errors import ConfigError, explain
@@ -208,7 +207,7 @@ def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, 
     items = {item.model_stage: item for item in seated.plan.assignments}
     out: dict[str, StageSpec] = {}
     for name, spec in stages.items():
-        item, model = items[ModelStage(name)], decoder_spec(spec.model)
+        item, model = items[ModelStage(name)], spec.tensors
         units = tuple(
             Layout.make(model, tp=item.tp, pp=item.pp, ranks=unit, layers=item.layers)
             for unit in seated.units(item)

@@ -11,7 +11,6 @@ from nereus.emu.checkpoint.commit import begin, commit
 from nereus.emu.checkpoint.part import Part
 from nereus.emu.checkpoint.source import CheckpointSource
 from nereus.emu.cluster import Call
-from nereus.emu.decoder import decoder_spec
 from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.tensor import ModelSpec
 from nereus.tasks.control import control_record
@@ -40,7 +39,7 @@ def save_checkpoint(job: Job) -> Path:
             written = job.cluster.run(calls, what="checkpoint")
             parts += [part for part, _ in written.values()]
             steps[stage] = written[unit.ranks[0]][1]
-            specs[model] = decoder_spec(job.stages[stage].model)
+            specs[model] = job.stages[stage].tensors
         control = control_record(job, steps)
         job.checkpoint = commit(folder, specs, parts, control, keep_last=job.config.checkpoint.keep_last)
     return job.checkpoint

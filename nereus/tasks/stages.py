@@ -12,7 +12,7 @@ from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout
-from nereus.emu.stage import FromFolder, FromStage, Role, StageSpec
+from nereus.emu.stage import EngineName, FromFolder, FromStage, Role, StageSpec
 from nereus.errors import ConfigError, InvalidLayout, explain
 
 TRAINING, GENERATION, CRITIC = "actor.training", "actor.generation", "critic.training"
@@ -79,6 +79,7 @@ def stages_under(
         max_gradient_norm=optimizer.max_gradient_norm,
     )
     units = {name: _units(plan, name, models[name].model) for name in models}
+    shared = _shares_weights(config) and units[GENERATION] == units[TRAINING]
     return {
         name: StageSpec(
             name=name,
@@ -88,12 +89,23 @@ def stages_under(
             origin=FromStage(stage=TRAINING)
             if name == GENERATION
             else FromFolder(folder=stage.folder, seed=config.seed),
+            engine=engine_of(config, stage.role),
             optimizer=adam if stage.role == "training" else None,
             recompute=config.models.recompute,
-            shares=TRAINING if name == GENERATION and units[name] == units[TRAINING] else None,
+            shares=TRAINING if name == GENERATION and shared else None,
         )
         for name, stage in models.items()
     }
+
+
+def engine_of(config: CampaignConfig, role: Role) -> EngineName:
+    """The engine of a model-stage. Inference runs on the engine that trains: its numbers must agree."""
+    return config.engines.generation if role == "generation" else config.engines.training
+
+
+def _shares_weights(config: CampaignConfig) -> bool:
+    """Whether generation can read the arenas that training writes."""
+    return config.engines.generation == "torch" == config.engines.training
 
 
 def _units(plan: PlanConfig, name: str, model: DecoderConfig) -> tuple[Layout, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nereus.emu.decoder import decoder_spec
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
 from nereus.emu.tensor import ModelSpec
@@ -24,7 +23,7 @@ def on_survivors(stages: Mapping[str, StageSpec], alive: tuple[Rank, ...]) -> di
             explain("cannot go on", values="no worker is left", remedy="run again with --resume")
         )
     out = {
-        name: replace(spec, units=surviving_units(decoder_spec(spec.model), spec.units, alive))
+        name: replace(spec, units=surviving_units(spec.tensors, spec.units, alive))
         for name, spec in stages.items()
     }
     if out[GENERATION].shares is not None:

@@ -18,7 +18,6 @@ from prefect.cache_policies import NO_CACHE
 from nereus.emu.ballot import Vote
 from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
-from nereus.emu.decoder import decoder_spec
 from nereus.emu.kinds import serving_kinds, training_kinds
 from nereus.emu.layout import Rank
 from nereus.emu.reshard import ReshardPlan, plan_reshard
@@ -83,7 +82,7 @@ def plan_transition(
             continue
         kinds = (training_kinds if spec.role == "training" else serving_kinds)(spec.model.dtype)
         old, new = now[name].elastic_units(kinds), spec.elastic_units(kinds)
-        plan = plan_reshard(decoder_spec(spec.model), old, new, lost=lost)
+        plan = plan_reshard(spec.tensors, old, new, lost=lost)
         plans[name] = plan
         stages[name] = replace(spec, units=tuple(unit.layout for unit in plan.new))
     generation = stages[GENERATION]

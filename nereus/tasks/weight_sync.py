@@ -4,7 +4,6 @@ Pure.
 
 from __future__ import annotations
 
-from nereus.emu.decoder import decoder_spec
 from nereus.emu.kinds import KindMove, serving_kinds, training_kinds
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import RankPlan
@@ -17,7 +16,7 @@ def plan_weight_sync(training: StageSpec, generation: StageSpec) -> dict[Rank, R
     kinds = training_kinds(training.model.dtype)
     served = serving_kinds(generation.model.dtype)
     plan = plan_reshard(
-        decoder_spec(training.model),
+        training.tensors,
         training.elastic_units(kinds, model="actor"),
         generation.elastic_units(served, model="actor"),
         (KindMove(kinds[0], served[0]),),

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.arena import ShardState
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
@@ -33,9 +35,20 @@ class ScoreEngine(Protocol):
         """
         ...
 
+    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds beside its state. Not collective: peers may be gone. The last call."""
+        ...
+
 
 class TrainEngine(ScoreEngine, Protocol):
     """Forward, backward and optimizer."""
+
+    step_count: int
+    """Adam's t, part of the logical state: whoever moves the moments sets it too."""
 
     def train_step(
         self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
@@ -59,4 +72,12 @@ class GenerateEngine(Protocol):
         """Answer every prompt; rows in order. Collective over the unit; every rank returns the full
         result.
         """
+        ...
+
+    def refresh(self) -> None:
+        """Take the weights in `state` into use; called after every weight sync. Collective over the unit."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds beside its state. Not collective: peers may be gone. The last call."""
         ...

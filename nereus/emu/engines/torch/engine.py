@@ -120,6 +120,9 @@ class TorchEngine:
         )
         return kbt[0, :, 0]
 
+    def close(self) -> None:
+        """Nothing is held beside the state and the gradients, which go with the engine."""
+
     def train_step(
         self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
     ) -> TrainMetrics:

@@ -71,6 +71,12 @@ class TorchGenerator:
         parts = [self._answer(stage, prompts.select(rows), sampling, version) for rows in at_once]
         return parts[0] if len(parts) == 1 else join_rows(parts)
 
+    def refresh(self) -> None:
+        """Nothing to do: every call reads the state as it is."""
+
+    def close(self) -> None:
+        """Nothing is held beside the state."""
+
     def _answer(self, stage: Stage, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
         """Answer prompts whose caches fit together, in as many sets of rows as there are pipeline stages."""
         sets = [prompts.select(rows) for rows in torch.arange(prompts.num_rows).tensor_split(self.layout.pp)]
