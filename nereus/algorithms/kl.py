@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import Aggregation, GlobalCounts, aggregate, inside
+from nereus.algorithms.surrogate import log_ratio
 
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 KL_KINDS: tuple[KlKind, ...] = get_args(KlKind)
+KlLossKind = Literal[KlKind, "k3-unbiased"]
+"""What a term of the loss may be: an estimator, or k3 times the ratio pi / pi_old."""
 
 
 def kl_estimate(logprobs_bt: Tensor, reference_bt: Tensor, kind: KlKind) -> Tensor:
@@ -86,12 +89,23 @@ def kl_loss(
     reference_bt: Tensor,
     mask_bt: Tensor,
     *,
-    kind: KlKind,
+    kind: KlLossKind,
     counts: GlobalCounts,
     aggregation: Aggregation,
+    old_logprobs_bt: Tensor | None = None,
 ) -> Tensor:
     """This share's part of the aggregated KL, a scalar, to be multiplied by its coefficient and added to the
     loss.
+
+    `k3-unbiased` is k3 times the ratio pi / pi_old, gradient through both, and needs `old_logprobs_bt`: on
+    policy its gradient is D times that of the log-probability, which is the divergence's own, and off policy
+    it corrects for the sampling (DeepSeek-V3.2, eq. 7; TRL's `use_bias_correction_kl`).
     """
-    estimate_bt = kl_estimate(inside(logprobs_bt, mask_bt), inside(reference_bt, mask_bt), kind)
+    logprobs_bt, reference_bt = inside(logprobs_bt, mask_bt), inside(reference_bt, mask_bt)
+    if kind == "k3-unbiased":
+        assert old_logprobs_bt is not None, "k3-unbiased needs the old log-probabilities"
+        ratio_bt = log_ratio(logprobs_bt, inside(old_logprobs_bt, mask_bt)).exp()
+        estimate_bt = ratio_bt * kl_estimate(logprobs_bt, reference_bt, "k3")
+    else:
+        estimate_bt = kl_estimate(logprobs_bt, reference_bt, kind)
     return aggregate(estimate_bt, mask_bt, counts=counts, aggregation=aggregation)

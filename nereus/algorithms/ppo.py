@@ -11,38 +11,39 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import Aggregation, GlobalCounts, aggregate, inside, token_mean
-
-MAX_LOG_RATIO = (
-    20.0  # exp(20) is 5e8: beyond it a stale sample would only overflow (verl; OpenRLHF and TRL don't)
-)
+from nereus.algorithms.surrogate import TokenLosses, log_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyStats:
-    """This share's part of three token averages over the batch: detached scalars that add up like the loss.
+class ClippedSurrogate:
+    """The surrogate of PPO: each token's ratio rho = pi / pi_old, clipped to [1 - clip_low, 1 + clip_high].
 
-    `clip_fraction` of tokens where the clip was active, `dual_clip_fraction` where the dual clip was,
-    `approx_kl` the mean of old_logprob - logprob (k1 of the update itself).
+    A token's loss is max(-A rho, -A clip(rho)) (Schulman et al. 2017, eq. 7). DAPO's clip-higher is a
+    `clip_high` above `clip_low` (Yu et al. 2025, eq. 10). Where A < 0 and `dual_clip` is a number c > 1, the
+    loss is at most -A c (Ye et al. 2020, eq. 5; verl's default c is 3).
     """
 
-    clip_fraction: Tensor
-    dual_clip_fraction: Tensor
-    approx_kl: Tensor
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None = None
 
-    def __add__(self, other: PolicyStats) -> PolicyStats:
-        return PolicyStats(
-            clip_fraction=self.clip_fraction + other.clip_fraction,
-            dual_clip_fraction=self.dual_clip_fraction + other.dual_clip_fraction,
-            approx_kl=self.approx_kl + other.approx_kl,
-        )
+    def __post_init__(self) -> None:
+        assert self.dual_clip is None or self.dual_clip > 1.0, f"dual_clip {self.dual_clip} must exceed 1"
 
-    def by_name(self) -> dict[str, Tensor]:
-        """The scalars under the names of the metrics."""
-        return {
-            "clip_fraction": self.clip_fraction,
-            "dual_clip_fraction": self.dual_clip_fraction,
-            "approx_kl": self.approx_kl,
-        }
+    def __call__(
+        self, logprobs_bt: Tensor, old_logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor
+    ) -> TokenLosses:
+        """See `Surrogate`."""
+        ratio_bt = log_ratio(logprobs_bt, old_logprobs_bt).exp()
+        plain_bt = -advantages_bt * ratio_bt
+        clipped_bt = -advantages_bt * ratio_bt.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        losses_bt = torch.maximum(plain_bt, clipped_bt)
+        dual_bt = torch.zeros_like(losses_bt, dtype=torch.bool)
+        if self.dual_clip is not None:
+            ceiling_bt = -advantages_bt * self.dual_clip
+            dual_bt = (advantages_bt < 0) & (losses_bt > ceiling_bt)
+            losses_bt = torch.where(advantages_bt < 0, torch.minimum(losses_bt, ceiling_bt), losses_bt)
+        return TokenLosses(losses_bt=losses_bt, clipped_bt=clipped_bt > plain_bt, dual_clipped_bt=dual_bt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,46 +65,6 @@ class ValueStats:
     def by_name(self) -> dict[str, Tensor]:
         """The scalars under the names of the metrics."""
         return {"clip_fraction": self.clip_fraction, "value_mean": self.value_mean}
-
-
-def policy_loss(
-    logprobs_bt: Tensor,
-    old_logprobs_bt: Tensor,
-    advantages_bt: Tensor,
-    mask_bt: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    counts: GlobalCounts,
-    aggregation: Aggregation,
-) -> tuple[Tensor, PolicyStats]:
-    """This share's part of the clipped surrogate, and of its statistics.
-
-    With rho = exp(logprob - old_logprob), the exponent clamped to +-20, each token's loss is max(-A rho, -A
-    clip(rho, 1 - clip_low, 1 + clip_high)) (Schulman et al. 2017, eq. 7) and, where A < 0 and `dual_clip` is
-    a number c > 1, at most -A c (Ye et al. 2020, eq. 5; verl's default c is 3). Then `aggregate`.
-    """
-    assert dual_clip is None or dual_clip > 1.0, f"dual_clip {dual_clip} must exceed 1"
-    logprobs_bt, old_logprobs_bt, advantages_bt = (
-        inside(x_bt, mask_bt) for x_bt in (logprobs_bt, old_logprobs_bt, advantages_bt)
-    )
-    log_ratio_bt = (logprobs_bt - old_logprobs_bt).clamp(min=-MAX_LOG_RATIO, max=MAX_LOG_RATIO)
-    ratio_bt = log_ratio_bt.exp()
-    plain_bt = -advantages_bt * ratio_bt
-    clipped_bt = -advantages_bt * ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high)
-    losses_bt = torch.maximum(plain_bt, clipped_bt)
-    dual_bt = torch.zeros_like(losses_bt, dtype=torch.bool)
-    if dual_clip is not None:
-        ceiling_bt = -advantages_bt * dual_clip
-        dual_bt = (advantages_bt < 0) & (losses_bt > ceiling_bt)
-        losses_bt = torch.where(advantages_bt < 0, torch.minimum(losses_bt, ceiling_bt), losses_bt)
-    stats = PolicyStats(
-        clip_fraction=token_mean((clipped_bt > plain_bt).float(), mask_bt, counts),
-        dual_clip_fraction=token_mean(dual_bt.float(), mask_bt, counts),
-        approx_kl=token_mean(-log_ratio_bt, mask_bt, counts),
-    )
-    return aggregate(losses_bt, mask_bt, counts=counts, aggregation=aggregation), stats
 
 
 def value_loss(

@@ -118,7 +118,8 @@ class TrainBatch(_Rows):
     """Rows to learn from. `mask_bt` is float 0/1: the produced tokens that count in the loss.
 
     Actor training reads `old_logprobs_bt`, `advantages_bt` and, for a KL loss, `reference_logprobs_bt`;
-    critic training reads `old_values_bt` and `returns_bt`. Absent ones are None.
+    critic training reads `old_values_bt` and `returns_bt`. Absent ones are None. `behaviour_logprobs_bt` are
+    those of the policy that drew the tokens where `old_logprobs_bt` are another's: the proximal policy's.
     """
 
     batch: TokenBatch
@@ -128,6 +129,7 @@ class TrainBatch(_Rows):
     reference_logprobs_bt: Tensor | None = None
     old_values_bt: Tensor | None = None
     returns_bt: Tensor | None = None
+    behaviour_logprobs_bt: Tensor | None = None
 
     def trimmed(self) -> TrainBatch:
         """The same rows without columns that every row pads."""

@@ -12,9 +12,11 @@ from typing import Protocol
 from torch import Tensor
 
 from nereus.algorithms.aggregation import Aggregation, GlobalCounts, token_mean
+from nereus.algorithms.correction import Correction
 from nereus.algorithms.entropy import entropy_loss
-from nereus.algorithms.kl import KlKind, kl_loss
-from nereus.algorithms.ppo import policy_loss, value_loss
+from nereus.algorithms.kl import KlLossKind, kl_loss
+from nereus.algorithms.ppo import value_loss
+from nereus.algorithms.surrogate import Surrogate, policy_loss
 from nereus.emu.batch import Scores, TrainBatch
 
 
@@ -42,16 +44,20 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Clipped surrogate, minus an entropy bonus, plus a KL term to the reference policy."""
+    """A surrogate, weighted where another policy drew the samples, minus an entropy bonus, plus a KL term to
+    the reference policy.
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
+    A batch that carries the behaviour policy's log-probabilities is weighted by `correction`; its old ones
+    are then those of the proximal policy.
+    """
+
+    surrogate: Surrogate
     aggregation: Aggregation
     temperature: float = 1.0
     entropy: float = 0.0
     kl: float = 0.0
-    kl_kind: KlKind = "k3"
+    kl_kind: KlLossKind = "k3"
+    correction: Correction | None = None
 
     @property
     def needs_entropy(self) -> bool:
@@ -61,24 +67,27 @@ class PolicyLoss:
     def __call__(
         self, scores: Scores, batch: TrainBatch, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Loss`. Needs `old_logprobs_bt` and `advantages_bt`, and `reference_logprobs_bt` with a KL
-        term.
+        """See `Loss`. Needs `old_logprobs_bt` and `advantages_bt`, `reference_logprobs_bt` with a KL term,
+        and a correction with `behaviour_logprobs_bt`.
         """
         assert scores.logprobs_bt is not None, "the policy's loss needs log-probabilities"
         assert batch.old_logprobs_bt is not None, "the policy's loss needs the old log-probabilities"
         assert batch.advantages_bt is not None, "the policy's loss needs advantages"
+        weights_bt = self._weights(scores.logprobs_bt, batch)
         loss, stats = policy_loss(
+            self.surrogate,
             scores.logprobs_bt,
             batch.old_logprobs_bt,
             batch.advantages_bt,
             batch.mask_bt,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
             counts=counts,
             aggregation=self.aggregation,
+            weights_bt=weights_bt,
         )
         sums = stats.by_name()
+        if weights_bt is not None:
+            sums["correction_weight"] = token_mean(weights_bt, batch.mask_bt, counts)
+            sums["correction_dropped"] = token_mean((weights_bt == 0).float(), batch.mask_bt, counts)
         if scores.entropy_bt is not None:
             sums["entropy"] = token_mean(scores.entropy_bt, batch.mask_bt, counts)
             if self.entropy > 0:
@@ -86,20 +95,36 @@ class PolicyLoss:
                     scores.entropy_bt, batch.mask_bt, counts=counts, aggregation=self.aggregation
                 )
         if self.kl > 0:
-            assert batch.reference_logprobs_bt is not None, (
-                "a KL term needs the reference's log-probabilities"
-            )
-            term = kl_loss(
-                scores.logprobs_bt,
-                batch.reference_logprobs_bt,
-                batch.mask_bt,
-                kind=self.kl_kind,
-                counts=counts,
-                aggregation=self.aggregation,
-            )
+            term = self._kl(scores.logprobs_bt, batch, counts)
             loss = loss + self.kl * term
             sums["kl"] = term.detach()
         return loss, sums
+
+    def _weights(self, logprobs_bt: Tensor, batch: TrainBatch) -> Tensor | None:
+        if batch.behaviour_logprobs_bt is None:
+            return None
+        assert self.correction is not None, "samples of a behaviour policy need a correction"
+        assert batch.old_logprobs_bt is not None, "a correction needs the proximal log-probabilities"
+        assert batch.advantages_bt is not None, "a correction needs advantages"
+        return self.correction.weights(
+            logprobs_bt,
+            batch.old_logprobs_bt,
+            batch.behaviour_logprobs_bt,
+            batch.advantages_bt,
+            batch.mask_bt,
+        )
+
+    def _kl(self, logprobs_bt: Tensor, batch: TrainBatch, counts: GlobalCounts) -> Tensor:
+        assert batch.reference_logprobs_bt is not None, "a KL term needs the reference's log-probabilities"
+        return kl_loss(
+            logprobs_bt,
+            batch.reference_logprobs_bt,
+            batch.mask_bt,
+            kind=self.kl_kind,
+            counts=counts,
+            aggregation=self.aggregation,
+            old_logprobs_bt=batch.old_logprobs_bt,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nereus.algorithms.ppo import ClippedSurrogate
 from nereus.config import CampaignConfig, PpoConfig
 from nereus.emu.loss import PolicyLoss, ValueLoss
 
@@ -11,9 +12,9 @@ def policy_loss_of(config: CampaignConfig) -> PolicyLoss:
     algorithm = config.algorithm
     in_loss = algorithm.kl is not None and algorithm.kl.where == "loss"
     return PolicyLoss(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
+        surrogate=ClippedSurrogate(
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip
+        ),
         aggregation=algorithm.aggregation.value,
         temperature=config.sampling.temperature,
         entropy=algorithm.entropy,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from verl_golden import Golden
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.algorithms.kl import KlKind, kl_estimate, kl_in_reward, kl_loss, last_set
+from nereus.algorithms.kl import KlKind, KlLossKind, kl_estimate, kl_in_reward, kl_loss, last_set
+from nereus.algorithms.ppo import ClippedSurrogate
+from nereus.algorithms.surrogate import policy_loss
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
@@ -84,3 +87,56 @@ def test_kl_loss_is_the_aggregated_estimate_and_ignores_nan_outside_the_mask() -
     assert loss.item() == pytest.approx((0.5 + 2.0) / 2)
     assert logprobs_bt.grad is not None
     assert logprobs_bt.grad.tolist() == [[-0.5, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("dapo_beta0.1_k3", "k3"), ("dapo_beta0.1_k3_biascorr", "k3-unbiased")]
+)
+def test_policy_loss_with_kl_equals_trl(
+    golden: Golden, trl: dict[str, Any], key: str, kind: KlLossKind
+) -> None:
+    logprobs_bt = golden.input("log_prob").requires_grad_()
+    old_bt, mask_bt = golden.input("old_log_prob"), golden.mask_bt
+    counts = GlobalCounts.from_mask(mask_bt)
+    loss, _ = policy_loss(
+        ClippedSurrogate(clip_low=0.2, clip_high=0.2),
+        logprobs_bt,
+        old_bt,
+        torch.tensor(golden["grpo_stdTrue"]),
+        mask_bt,
+        counts=counts,
+        aggregation="token-mean",
+    )
+    term = kl_loss(
+        logprobs_bt,
+        golden.input("ref_log_prob"),
+        mask_bt,
+        kind=kind,
+        counts=counts,
+        aggregation="token-mean",
+        old_logprobs_bt=old_bt,
+    )
+    loss = loss + 0.1 * term
+    loss.backward()
+    assert loss.item() == pytest.approx(trl[key]["loss"], abs=1e-6)
+    torch.testing.assert_close(logprobs_bt.grad, torch.tensor(trl[key]["grad"]), atol=1e-6, rtol=0)
+
+
+def test_on_policy_the_unbiased_k3_has_the_gradient_of_k2_and_plain_k3_another() -> None:
+    def gradient(kind: KlLossKind) -> list[float]:
+        logprobs_bt = torch.tensor([[-1.0, -0.2, -3.0]], requires_grad=True)
+        ones_bt = torch.ones(1, 3)
+        kl_loss(
+            logprobs_bt,
+            torch.tensor([[-0.5, -0.9, -2.0]]),
+            ones_bt,
+            kind=kind,
+            counts=GlobalCounts.from_mask(ones_bt),
+            aggregation="token-sum",
+            old_logprobs_bt=logprobs_bt.detach(),
+        ).backward()
+        assert logprobs_bt.grad is not None
+        return list(logprobs_bt.grad[0].tolist())
+
+    assert gradient("k3-unbiased") == pytest.approx(gradient("k2"), abs=1e-6)
+    assert gradient("k3") != pytest.approx(gradient("k2"), abs=1e-2)

@@ -9,7 +9,8 @@ import torch
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.algorithms.grpo import grpo_advantages
 from nereus.algorithms.missing import is_missing, rewards_tensor, without_missing
-from nereus.algorithms.ppo import policy_loss
+from nereus.algorithms.ppo import ClippedSurrogate
+from nereus.algorithms.surrogate import policy_loss
 
 
 def test_none_becomes_nan_and_zero_stays_a_score() -> None:
@@ -28,10 +29,14 @@ def test_a_row_with_a_missing_reward_adds_nothing_to_loss_gradient_or_counts() -
         counts = GlobalCounts.from_mask(mask_bt)
         logprobs_bt = torch.linspace(-2, -1, 12).reshape(3, 4)[rows].requires_grad_()
         loss, _ = policy_loss(
-            logprobs_bt, torch.full((3, 4), -1.5)[rows], grpo_advantages(rewards_b, group_b, full_bt)[rows],
-            mask_bt, clip_low=0.2, clip_high=0.2, dual_clip=None, counts=counts,
+            ClippedSurrogate(clip_low=0.2, clip_high=0.2),
+            logprobs_bt,
+            torch.full((3, 4), -1.5)[rows],
+            grpo_advantages(rewards_b, group_b, full_bt)[rows],
+            mask_bt,
+            counts=counts,
             aggregation="seq-mean-token-mean",
-        )  # fmt: skip
+        )
         loss.backward()
         assert logprobs_bt.grad is not None
         return loss.item(), logprobs_bt.grad, counts

@@ -13,7 +13,8 @@ from verl_golden import Golden
 
 from nereus.algorithms.aggregation import AGGREGATIONS, Aggregation, GlobalCounts
 from nereus.algorithms.entropy import entropy_loss, entropy_of_logits
-from nereus.algorithms.ppo import PolicyStats, policy_loss, value_loss
+from nereus.algorithms.ppo import ClippedSurrogate, value_loss
+from nereus.algorithms.surrogate import PolicyStats, policy_loss
 
 
 def golden_policy_loss(
@@ -21,13 +22,11 @@ def golden_policy_loss(
 ) -> tuple[Tensor, PolicyStats]:
     mask_bt = golden.mask_bt
     return policy_loss(
+        ClippedSurrogate(clip_low=0.2, clip_high=0.2, dual_clip=3.0),
         logprobs_bt[rows],
         golden.input("old_log_prob")[rows],
         torch.tensor(golden["grpo_stdTrue"])[rows],
         mask_bt[rows],
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=3.0,
         counts=GlobalCounts.from_mask(mask_bt),
         aggregation=aggregation,
     )
@@ -84,13 +83,11 @@ def one_token(log_ratio: float, advantage: float, dual_clip: float | None) -> tu
     logprobs_bt = torch.tensor([[log_ratio]], requires_grad=True)
     ones_bt = torch.ones(1, 1)
     loss, stats = policy_loss(
+        ClippedSurrogate(clip_low=0.2, clip_high=0.28, dual_clip=dual_clip),
         logprobs_bt,
         torch.zeros(1, 1),
         advantage * ones_bt,
         ones_bt,
-        clip_low=0.2,
-        clip_high=0.28,
-        dual_clip=dual_clip,
         counts=GlobalCounts.from_mask(ones_bt),
         aggregation="token-mean",
     )
@@ -122,9 +119,14 @@ def test_an_all_masked_micro_batch_of_nan_gives_loss_0_and_gradient_0(aggregatio
     counts = GlobalCounts(num_rows=3, num_tokens=9, max_tokens=3)
     logprobs_bt, values_bt = nan_bt.clone().requires_grad_(), nan_bt.clone().requires_grad_()
     policy, policy_stats = policy_loss(
-        logprobs_bt, nan_bt, nan_bt, torch.zeros(2, 3), clip_low=0.2, clip_high=0.2, dual_clip=3.0,
-        aggregation=aggregation, counts=counts,
-    )  # fmt: skip
+        ClippedSurrogate(clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+        logprobs_bt,
+        nan_bt,
+        nan_bt,
+        torch.zeros(2, 3),
+        counts=counts,
+        aggregation=aggregation,
+    )
     value, value_stats = value_loss(
         values_bt, nan_bt, nan_bt, torch.zeros(2, 3), clip=0.2, counts=counts, aggregation=aggregation
     )
@@ -142,9 +144,14 @@ def test_nan_at_masked_positions_reaches_neither_loss_nor_gradient() -> None:
     logprobs_bt = torch.tensor([[-1.0, math.nan]], requires_grad=True)
     other_bt = torch.tensor([[-1.0, math.nan]])
     loss, _ = policy_loss(
-        logprobs_bt, other_bt, -other_bt, mask_bt, clip_low=0.2, clip_high=0.2, dual_clip=None,
-        counts=GlobalCounts.from_mask(mask_bt), aggregation="token-mean",
-    )  # fmt: skip
+        ClippedSurrogate(clip_low=0.2, clip_high=0.2),
+        logprobs_bt,
+        other_bt,
+        -other_bt,
+        mask_bt,
+        counts=GlobalCounts.from_mask(mask_bt),
+        aggregation="token-mean",
+    )
     loss.backward()
     assert loss.item() == -1.0
     assert logprobs_bt.grad is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
+from nereus.algorithms.ppo import ClippedSurrogate
 from nereus.emu.batch import TrainBatch
 from nereus.emu.engines.torch.engine import TorchEngine
 from nereus.emu.loss import PolicyLoss, ValueLoss
@@ -128,7 +129,8 @@ def test_training_sees_the_log_probabilities_that_scoring_gave() -> None:
     engine = cases.build(case, alone(case))
     old_logprobs_bt = engine.score(BATCH.batch, micro_batch_rows=3, temperature=0.8).logprobs_bt
     batch = replace(BATCH, old_logprobs_bt=old_logprobs_bt)
-    loss = PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0, aggregation="token-mean", temperature=0.8)
+    surrogate = ClippedSurrogate(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    loss = PolicyLoss(surrogate=surrogate, aggregation="token-mean", temperature=0.8)
     stats = engine.train_step([batch], loss, COUNTS, learning_rate=1e-2).stats
     assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-6)  # the update starts on policy
     assert stats["clip_fraction"] == 0.0
