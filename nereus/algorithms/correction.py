@@ -7,8 +7,8 @@ Letters: b rows (responses), t response positions.
          └──────────── w, a constant ─────┘└──────── the surrogate's ratio ─────┘
 
 `w = exp(proximal - behaviour)`; a decoupled loss multiplies every token's surrogate by it (Hilton et al.
-2022; AReaL). Where the proximal policy is taken to be the behaviour policy, w is 1 and nothing is to be done: the
-ratio then holds the whole difference, and a weight would count it twice.
+2022; AReaL). Where the proximal policy is taken to be the behaviour policy, w is 1 and nothing is to be done:
+the ratio then holds the whole difference, and a weight would count it twice.
 
 Whatever is dropped gets weight zero and stays in the counts that divide the loss (AReaL's choice; verl takes
 rejected tokens out of the mask): the others' loss does not depend on how many were dropped, and no count has

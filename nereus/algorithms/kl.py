@@ -50,6 +50,11 @@ def kl_estimate(logprobs_bt: Tensor, reference_bt: Tensor, kind: KlKind) -> Tens
             raise ValueError(f"KL estimator {kind!r} is not one of {', '.join(KL_KINDS)}")
 
 
+def value_kind(kind: KlLossKind) -> KlKind:
+    """The estimator that has the value of a term of the loss, on policy."""
+    return "k3" if kind == "k3-unbiased" else kind
+
+
 def _with_gradient_of_k2(value_bt: Tensor, difference_bt: Tensor) -> Tensor:
     k2_bt = 0.5 * difference_bt.square()
     return value_bt + (k2_bt - k2_bt.detach())

@@ -6,16 +6,24 @@ closed sets are enums, and alternatives are unions told apart by `kind`. `nereus
 file.
 """
 
-from nereus.config.adaptation import AdaptationConfig
+from nereus.config.adaptation import AdaptationConfig, TransitionsConfig
 from nereus.config.algorithm import (
+    AdaptiveKl,
     Aggregation,
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
     GrpoConfig,
+    GspoConfig,
     KlConfig,
     KlEstimator,
     PpoConfig,
+    ReinforcePpConfig,
     RemaxConfig,
+    RlooConfig,
 )
 from nereus.config.campaign import CampaignConfig, CheckpointConfig, Tracking
+from nereus.config.correction import CorrectionConfig, RejectionConfig
 from nereus.config.engines import EnginesConfig
 from nereus.config.environment import environment_folder
 from nereus.config.models import ModelsConfig, Precision
@@ -26,14 +34,20 @@ from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
 
 __all__ = [
     "AdaptationConfig",
+    "AdaptiveKl",
     "Aggregation",
     "BatchConfig",
     "CampaignConfig",
     "CheckpointConfig",
+    "CispoConfig",
     "ClusterConfig",
+    "CorrectionConfig",
+    "DapoConfig",
+    "DrGrpoConfig",
     "EnginesConfig",
     "FileData",
     "GrpoConfig",
+    "GspoConfig",
     "KlConfig",
     "KlEstimator",
     "LongPrompts",
@@ -49,9 +63,13 @@ __all__ = [
     "PythonReward",
     "ReasoningGymData",
     "ReasoningGymReward",
+    "ReinforcePpConfig",
+    "RejectionConfig",
     "RemaxConfig",
+    "RlooConfig",
     "SamplingConfig",
     "StagePlan",
     "Tracking",
+    "TransitionsConfig",
     "environment_folder",
 ]

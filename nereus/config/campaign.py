@@ -8,8 +8,18 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from nereus.config.adaptation import AdaptationConfig
-from nereus.config.algorithm import GrpoConfig, PpoConfig, RemaxConfig
+from nereus.config.adaptation import AdaptationConfig, TransitionsConfig
+from nereus.config.algorithm import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    PpoConfig,
+    ReinforcePpConfig,
+    RemaxConfig,
+    RlooConfig,
+)
 from nereus.config.engines import EnginesConfig
 from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.models import ModelsConfig
@@ -55,7 +65,18 @@ class CampaignConfig(Frozen):
     """The prompts."""
     reward: Annotated[PythonReward | ReasoningGymReward | ModelReward, BY_KIND]
     """The reward."""
-    algorithm: Annotated[GrpoConfig | PpoConfig | RemaxConfig, BY_KIND] = GrpoConfig()
+    algorithm: Annotated[
+        GrpoConfig
+        | PpoConfig
+        | RemaxConfig
+        | RlooConfig
+        | ReinforcePpConfig
+        | DapoConfig
+        | DrGrpoConfig
+        | GspoConfig
+        | CispoConfig,
+        BY_KIND,
+    ] = GrpoConfig()
     """The algorithm."""
     batch: BatchConfig = BatchConfig()
     """Prompts and rows of a step."""
@@ -73,6 +94,8 @@ class CampaignConfig(Frozen):
     """Choose the plan, plan anew when lengths, GPUs or speed drift, and move in place where that pays; then
     `plan` is not used and there are no `changes`. Without it the plan is fixed.
     """
+    transitions: TransitionsConfig = TransitionsConfig()
+    """Transitions that fail."""
     cluster: ClusterConfig = ClusterConfig()
     """The Ray cluster."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -151,10 +174,10 @@ class CampaignConfig(Frozen):
                 f"batch.mini_batches = {self.batch.mini_batches} but a step has {self.rows} rows "
                 f"({self.batch.prompts} prompts x {self.batch.samples} samples); a mini-batch needs a row"
             )
-        if self.algorithm.kind == "grpo" and self.batch.samples < 2:
+        if self.algorithm.compares_samples and self.batch.samples < 2:
             raise ValueError(
-                "grpo compares the samples of a prompt, but batch.samples = 1 gives advantage zero "
-                "everywhere; use at least 2 samples, or another algorithm"
+                f"{self.algorithm.kind} compares the samples of a prompt, but batch.samples = 1 gives "
+                "advantage zero everywhere; use at least 2 samples, or another algorithm"
             )
         if self.reward.kind == "reasoning_gym" and self.prompts.source.kind != "reasoning_gym":
             raise ValueError(

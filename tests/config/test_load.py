@@ -146,7 +146,7 @@ def test_a_key_of_another_kind_names_its_kind(write: Write) -> None:
         ("cluster.timeout_s=.inf", "cluster.timeout_s: Infinity; must be a finite number"),
         ("cluster.device=cpus", "\"cpus\"; must be 'auto', 'cpu' or 'cuda'. Remedy: did you mean cpu?"),
         ("models.precision=fp16", "models.precision: \"fp16\"; must be 'fp32' or 'bf16'"),
-        ("algorithm.kind=gppo", "algorithm.kind: \"gppo\"; must be one of 'grpo', 'ppo', 'remax'"),
+        ("algorithm.kind=gppo", "algorithm.kind: \"gppo\"; must be one of 'grpo', 'ppo', 'remax', "),
         ("reward={}", "reward.kind: absent; must be one of 'python', 'reasoning_gym', 'model'"),
         ("models={}", "models.actor: absent; this key is required. Remedy: add it: The policy to train."),
         ("name.x=1", "cannot set name.x: name is 'count'; only a mapping has keys below it"),
