@@ -41,7 +41,7 @@ def accumulate(
         scores = scores_of(
             stage, packed[number], x_mh, temperature=loss.temperature, entropy=loss.needs_entropy
         )
-        share, parts = loss(scores, _on(device, trimmed[number]), counts)
+        share, parts = loss(scores, on_device(device, trimmed[number]), counts)
         for name, value in ({"loss": share} | parts).items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
         return share
@@ -71,7 +71,7 @@ def total_sums(sums: dict[str, Tensor], groups: UnitGroups, device: torch.device
     return carried[0]
 
 
-def _on(device: torch.device, batch: TrainBatch) -> TrainBatch:
+def on_device(device: torch.device, batch: TrainBatch) -> TrainBatch:
     """The batch with the tensors that losses read on the device; its tokens stay where they are."""
     moved: dict[str, Any] = {
         f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)

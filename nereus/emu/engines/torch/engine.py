@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.engines.torch import optimizer as adam
-from nereus.emu.engines.torch.accumulate import accumulate, total_sums
+from nereus.emu.engines.torch.accumulate import accumulate
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import Stage
-from nereus.emu.engines.torch.gradients import complete, owned_spans, partial_gradients, squared_norm
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.rope import RopeTable
 from nereus.emu.engines.torch.score import score
+from nereus.emu.engines.torch.step import ArenaStep
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
 from nereus.emu.layout import Layout, shard
 from nereus.emu.loss import Loss
@@ -56,7 +54,7 @@ class TorchEngine:
         dtype = TORCH_DTYPE[config.dtype]
         kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
-        self._config, self._groups, self._optimizer = config, groups, optimizer
+        self._config, self._groups = config, groups
         self._device = torch.device(device)
         self._state = ShardState.empty(mine, kinds, self._device) if state is None else state
         assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
@@ -69,8 +67,9 @@ class TorchEngine:
             table=RopeTable(config.rope, config.head_dim, dtype, self._device),
             recompute=recompute,
         )
-        self._partial = partial_gradients(spec, layout, mine)
-        self._owned = owned_spans(spec, layout, mine)
+        self._step = None
+        if self._grad is not None and optimizer is not None:
+            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer)
 
     @property
     def state(self) -> ShardState:
@@ -128,39 +127,11 @@ class TorchEngine:
     ) -> TrainMetrics:
         """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
         assert self._grad is not None, "built without an optimizer"
-        assert self._optimizer is not None, "built without an optimizer"
+        assert self._step is not None, "built without an optimizer"
         assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
         clock = Clock(self._device)
         with clock.phase("forward_backward"):
             self._grad.flat.zero_()
             sums = accumulate(self._stage, self._groups, micro_batches, loss, counts)
-        with clock.phase("reduce"):
-            complete(self._grad, self._partial, self._groups)
-            if self._groups.dp is not None:
-                dist.all_reduce(self._grad.flat, group=self._groups.dp)
-            norm = self._gradient_norm(self._grad)
-            stats = total_sums(sums, self._groups, self._device)
-        with clock.phase("optimizer"):
-            adam.clip(self._grad.flat, norm, self._optimizer.max_gradient_norm)
-            self.step_count += 1
-            adam.step(
-                self._state,
-                self._grad.flat,
-                self._optimizer,
-                learning_rate=learning_rate,
-                step_count=self.step_count,
-            )
-        return TrainMetrics(
-            loss=stats.pop("loss"),
-            gradient_norm=norm,
-            learning_rate=learning_rate,
-            stats=stats,
-            seconds=clock.seconds,
-        )
-
-    def _gradient_norm(self, grad: Arena) -> float:
-        """The norm over all logical elements of the model."""
-        total = squared_norm(grad.flat, self._owned)
-        if self._groups.unit is not None:
-            dist.all_reduce(total, group=self._groups.unit)
-        return float(total.sqrt())
+        self.step_count += 1
+        return self._step.take(sums, clock, learning_rate=learning_rate, step_count=self.step_count)

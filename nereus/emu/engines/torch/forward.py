@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nereus.emu.batch import Scores
 from nereus.emu.engines.torch.model import embed, final_norm, run_layers, values
@@ -60,16 +61,41 @@ def scores_of(stage: Stage, packed: Packed, x_mh: Tensor, *, temperature: float,
     """Log-probabilities and entropy, or values, of the tokens that `packed` reads; [b, t] float32."""
     weights = stage.weights
     x_mh = final_norm(x_mh, weights)
-    if weights.head is None:
-        return Scores(values_bt=_rows(values(x_mh, weights), packed))
-    logprobs_m, entropy_m = token_logprobs(
+    return head_scores(
         x_mh,
-        weights.head,
-        packed.targets_m,
+        packed,
+        head=weights.head,
+        score=weights.score,
         vocab_start=weights.vocab[0],
+        group=weights.tp,
         temperature=temperature,
         entropy=entropy,
-        group=weights.tp,
+    )
+
+
+def head_scores(
+    x_mh: Tensor,
+    packed: Packed,
+    *,
+    head: Tensor | None,
+    score: Tensor | None,
+    vocab_start: int,
+    group: ProcessGroup | None,
+    temperature: float,
+    entropy: bool,
+) -> Scores:
+    """What a head makes of normed hidden states: `head` [v, h] without pad rows, or else the value head."""
+    if head is None:
+        assert score is not None, "only the last stage has a head"
+        return Scores(values_bt=_rows(values(x_mh, score), packed))
+    logprobs_m, entropy_m = token_logprobs(
+        x_mh,
+        head,
+        packed.targets_m,
+        vocab_start=vocab_start,
+        temperature=temperature,
+        entropy=entropy,
+        group=group,
     )
     return Scores(
         logprobs_bt=_rows(logprobs_m, packed),

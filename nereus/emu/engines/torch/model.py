@@ -145,7 +145,6 @@ def full_logits(x_mh: Tensor, stage: StageWeights) -> Tensor:
     return torch.cat(parts, dim=1)[:, : stage.config.vocab_size]
 
 
-def values(x_mh: Tensor, stage: StageWeights) -> Tensor:
-    """The value head on normed hidden states; float32 [m]."""
-    assert stage.score is not None, "only the last stage of a critic or reward model has the value head"
-    return F.linear(x_mh, stage.score).float().squeeze(-1)
+def values(x_mh: Tensor, score: Tensor) -> Tensor:
+    """The value head `score` [1, h] on normed hidden states; float32 [m]."""
+    return F.linear(x_mh, score).float().squeeze(-1)

@@ -45,7 +45,7 @@ def score(
         return out_kbt.cpu()
     pipe = Pipe(groups)
     with torch.no_grad():
-        for rows_c in _by_length(batch, micro_batch_rows):
+        for rows_c in by_length(batch, micro_batch_rows):
             packed = pack(batch.select(rows_c).trimmed(), read).to(device)
             x_nh = pipe.receive(packed.num_tokens, stage)
             x_nh = through_stage(stage, packed, x_nh)
@@ -53,7 +53,7 @@ def score(
                 pipe.send(x_nh)
                 continue
             scores = scores_of(stage, packed, x_nh, temperature=temperature, entropy=entropy)
-            for kind, part_ct in enumerate(_present(scores)):
+            for kind, part_ct in enumerate(present(scores)):
                 out_kbt[kind, rows_c.to(device), : part_ct.shape[1]] = part_ct
         pipe.finish()
         if groups.pp is not None:
@@ -61,12 +61,14 @@ def score(
     return out_kbt.cpu()
 
 
-def _by_length(batch: TokenBatch, micro_batch_rows: int) -> Iterator[Tensor]:
+def by_length(batch: TokenBatch, micro_batch_rows: int) -> Iterator[Tensor]:
+    """The rows of every micro-batch, longest first."""
     order_b = torch.argsort(batch.prompt_lens_b + batch.response_lens_b, descending=True, stable=True)
     return iter(torch.split(order_b, micro_batch_rows))
 
 
-def _present(scores: Scores) -> list[Tensor]:
+def present(scores: Scores) -> list[Tensor]:
+    """The kinds of scores that are there, in the order of the result."""
     kinds = (scores.logprobs_bt, scores.entropy_bt, scores.values_bt)
     return [kind for kind in kinds if kind is not None]
 
