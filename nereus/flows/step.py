@@ -1,6 +1,6 @@
 """One step of a synchronous campaign: what happens, in order.
 
-    prompts ─▶ generate ─▶ {rewards | reference | values} ─▶ estimate ─▶ critic, actor learn ─▶ publish
+    gather ─▶ {rewards | reference | policy | values} ─▶ estimate ─▶ critic, actor learn ─▶ publish
 
 A step changes the logical state at its end only: until then a crash or a stop leaves the state before it.
 """
@@ -16,17 +16,19 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
 from nereus.flows.current import current_job, subflow_of
+from nereus.flows.gather import gather
 from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
-from nereus.tasks.generate import generate
+from nereus.tasks.groups_kept import Answered
 from nereus.tasks.job import Job
+from nereus.tasks.kl_beta import beta_after
 from nereus.tasks.learn import learn
 from nereus.tasks.losses import policy_loss_of, value_loss_of
 from nereus.tasks.observe import observe, peak_memory
 from nereus.tasks.publish import publish
 from nereus.tasks.rates import learning_rate
-from nereus.tasks.score import score_reference, score_rewards, score_values
+from nereus.tasks.score import score_policy, score_reference, score_values
 from nereus.tasks.stages import CRITIC, TRAINING
 
 MAX_CONCURRENT = 8
@@ -49,31 +51,39 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     job.begin_step()
     config, step = job.config, job.state.step
     ppo = config.algorithm if config.algorithm.kind == "ppo" else None
-    sample_ids, cursor = job.prepared.order.take(job.state.cursor, config.batch.prompts)
-    prompts = job.prepared.prompts.prompts(sample_ids)
+    beta = job.state.kl_beta
 
     once = Once(job.done, calls)
 
-    rollouts = once.start("generate", generate, job, prompts).result()
+    gathered = gather(job, once)
+    rows = gathered.rollouts.batch
 
-    scoring = once.start("rewards", score_rewards, job, prompts, rollouts)
-    reference = once.start("reference", score_reference, job, rollouts.batch) if config.algorithm.kl else None
-    critic = (
-        once.start("values", score_values, job, rollouts.batch) if config.algorithm.kind == "ppo" else None
-    )
-    rewards = scoring.result()
+    reference = once.start("reference", score_reference, job, rows) if config.algorithm.kl else None
+    policy = once.start("policy", score_policy, job, rows) if config.algorithm.correction else None
+    critic = once.start("values", score_values, job, rows) if ppo else None
+    rewards = gathered.rewards.result()
     reference_bt = None if reference is None else reference.result()
+    proximal_bt = None if policy is None else policy.result()
     values_bt = None if critic is None else critic.result()
 
     with job.stage("estimate"):
-        batch = estimate(config, rollouts, rewards.values_b, reference_bt, values_bt)
+        batch = estimate(
+            config,
+            gathered.rollouts,
+            rewards.values_b,
+            reference_bt,
+            values_bt,
+            proximal_bt=proximal_bt,
+            beta=beta,
+        )
+        adapted = beta_after(config, beta, batch)
 
     trained: dict[str, TrainMetrics] = {}
     if ppo:
         rate, loss = learning_rate(config, "critic", step), value_loss_of(ppo)
         trained[CRITIC] = once.start("critic", learn, job, CRITIC, batch, loss, rate).result()
     if ppo is None or step >= ppo.critic_warmup_steps:
-        rate, objective = learning_rate(config, "actor", step), policy_loss_of(config)
+        rate, objective = learning_rate(config, "actor", step), policy_loss_of(config, beta=beta)
         trained[TRAINING] = once.start("actor", learn, job, TRAINING, batch, objective, rate).result()
         once.start("publish", publish, job).result()
 
@@ -82,9 +92,12 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
         job.state,
         step=step + 1,
         policy_version=job.state.policy_version + (TRAINING in trained),
-        cursor=cursor,
+        cursor=gathered.cursor,
+        kl_beta=None if adapted is None else adapted.beta,
     )
-    return observe(job, rollouts, rewards, trained, memory)
+    used = gathered.used or Answered(rollouts=gathered.rollouts, rewards=rewards)
+    stats = gathered.stats if adapted is None else {**gathered.stats, **adapted.by_name()}
+    return observe(job, used.rollouts, used.rewards, trained, memory, stats)
 
 
 @flow(

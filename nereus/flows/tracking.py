@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
@@ -40,6 +41,17 @@ class Future(Protocol[R_co]):
     def result(self) -> R_co:
         """Wait for it; raises what the stage raised."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[R]):
+    """A result that is at hand."""
+
+    value: R
+
+    def result(self) -> R:
+        """It."""
+        return self.value
 
 
 class Calls(Protocol):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nereus.emu.checkpoint.control import Control, OptimizerRecord
-from nereus.tasks.job import Job
+from nereus.tasks.job import KL_BETA, Job
 from nereus.tasks.rates import learning_rate
 from nereus.tasks.resume import MODEL_OF_STAGE
 
 
 def control_record(job: Job, adam_steps: Mapping[str, int]) -> Control:
-    """Step, version, position in the data, and each trained model's optimizer, by model-stage in
-    `adam_steps`.
+    """Step, version, position in the data, the KL term's weight where it adapts, and each trained model's
+    optimizer, by model-stage in `adam_steps`.
     """
     last_step = max(0, job.state.step - 1)
     models = {MODEL_OF_STAGE[stage]: steps for stage, steps in adam_steps.items()}
@@ -28,4 +28,5 @@ def control_record(job: Job, adam_steps: Mapping[str, int]) -> Control:
             model: OptimizerRecord(adam_steps=steps, learning_rate=rates[model])
             for model, steps in models.items()
         },
+        scalars={} if job.state.kl_beta is None else {KL_BETA: job.state.kl_beta},
     )

@@ -36,16 +36,21 @@ from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
 from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.weight_sync import plan_weight_sync
 
+KL_BETA = "kl_beta"  # the name under which a control record holds it
 SYNC_DEADLINE_S = 300.0  # far above any sync; a dead peer is noticed by its connection, much earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignState:
-    """The logical state: steps completed, version of the policy, position in the data. No layout is in it."""
+    """The logical state: steps completed, version of the policy, position in the data, and the weight of a KL
+    term that adapts. No layout is in it.
+    """
 
     step: int = 0
     policy_version: int = 0
     cursor: Cursor = field(default_factory=Cursor)
+    kl_beta: float | None = None
+    """None where it does not adapt, and before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +132,9 @@ class Job:
         self.listener.on_stage(self.state.step, name, None)
         started = time.perf_counter()
         yield
-        self.stage_s[name] = time.perf_counter() - started
-        self.listener.on_stage(self.state.step, name, self.stage_s[name])
+        took_s = time.perf_counter() - started
+        self.stage_s[name] = self.stage_s.get(name, 0.0) + took_s  # DAPO may generate several times
+        self.listener.on_stage(self.state.step, name, took_s)
 
     def finish_step(self, record: StepRecord) -> None:
         """Append the record to the log and tell the listener."""
@@ -195,7 +201,12 @@ def restored_state(checkpoint: Checkpoint | None) -> CampaignState:
         return CampaignState()
     control = checkpoint.control
     cursor = Cursor(epoch=control.epoch, position=control.position)
-    return CampaignState(step=control.step, policy_version=control.policy_version, cursor=cursor)
+    return CampaignState(
+        step=control.step,
+        policy_version=control.policy_version,
+        cursor=cursor,
+        kl_beta=control.scalars.get(KL_BETA),
+    )
 
 
 def counted_steps(stages: Mapping[str, StageSpec]) -> dict[str, int]:

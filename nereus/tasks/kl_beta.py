@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nereus.algorithms.kl import value_kind
 from nereus.algorithms.kl_controller import adapted_beta, mean_kl
 from nereus.config import CampaignConfig
 from nereus.emu.batch import TrainBatch
 
 
-def beta_after(config: CampaignConfig, beta: float | None, batch: TrainBatch) -> tuple[float, float] | None:
-    """The divergence of a step's rows from the reference, and the weight for the next step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedBeta:
+    """The divergence of a step's rows from the reference, its weight in that step, and in the next."""
+
+    divergence: float
+    was: float
+    beta: float
+
+    def by_name(self) -> dict[str, float]:
+        """The step's numbers under the names of the metrics."""
+        return {"kl_beta": self.was, "kl_reference": self.divergence}
+
+
+def beta_after(config: CampaignConfig, beta: float | None, batch: TrainBatch) -> AdaptedBeta | None:
+    """The weight for the next step.
 
     `beta` is this step's weight, None before the first. None without a KL term that adapts. The divergence is
     that of the policy before the update.
@@ -22,11 +37,12 @@ def beta_after(config: CampaignConfig, beta: float | None, batch: TrainBatch) ->
     kind = value_kind(kl.estimator.value)
     found = mean_kl(batch.old_logprobs_bt, batch.reference_logprobs_bt, batch.mask_bt, kind)
     num_rows = int(batch.mask_bt.bool().any(dim=-1).sum())
+    was = kl.coefficient if beta is None else beta
     after = adapted_beta(
-        kl.coefficient if beta is None else beta,
+        was,
         found,
         target=kl.adaptive.target,
         horizon_rows=kl.adaptive.horizon_rows,
         num_rows=num_rows,
     )
-    return found, after
+    return AdaptedBeta(divergence=found, was=was, beta=after)

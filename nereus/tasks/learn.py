@@ -50,7 +50,7 @@ def _unknown(learning_rate: float) -> TrainMetrics:
 
 def mini_batches(job: Job, num_rows: int, epoch: int) -> tuple[torch.Tensor, ...]:
     """Row indices of every mini-batch of one pass."""
-    num = job.config.batch.mini_batches
+    num = min(job.config.batch.mini_batches, num_rows)  # DAPO may leave fewer groups than it wanted
     order = torch.arange(num_rows)
     if num > 1:
         seed = (job.config.seed * 1_000_003 + job.state.step) * 1_000_003 + epoch

@@ -12,6 +12,7 @@ from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
 from nereus.record.step import StepRecord
 from nereus.tasks.device import device
+from nereus.tasks.estimate import num_sampled
 from nereus.tasks.job import Job, Measured
 from nereus.tasks.score import Rewards
 from nereus.tasks.stages import TRAINING
@@ -23,15 +24,17 @@ def observe(
     rewards: Rewards,
     trained: Mapping[str, TrainMetrics],
     memory_bytes: Mapping[Rank, int],
+    stats: Mapping[str, float] | None = None,
 ) -> StepRecord:
     """The record of the step that just ended; `job.state` is already the state after it.
 
-    Rewards and lengths are those of the sampled rows; greedy rows of ReMax are left out. The overhead is the
+    Rewards and lengths are those of the sampled rows, also of those that DAPO found to teach nothing; greedy
+    rows of ReMax are left out. `stats` are further statistics by name. The overhead is the
     step's time in which neither a worker nor the driver worked on a stage: Prefect, Ray, and records. A step
     that was tried again is as long as all its tries.
     """
     step_s = time.perf_counter() - job.began_s
-    rows = job.config.rows
+    rows = num_sampled(job.config, rollouts.batch.num_rows)
     values_b = rewards.values_b[:rows]
     present_b = values_b[~values_b.isnan()]
     lengths_b = rollouts.batch.response_lens_b[:rows].float()
@@ -64,12 +67,14 @@ def observe(
         memory_bytes={f"worker {rank}": size for rank, size in memory_bytes.items()},
         plan={name: spec.text for name, spec in job.stages.items()},
         learning_rate=actor.learning_rate if actor else 0.0,
-        stats=_stats(trained) | {f"missing/{reason}": float(n) for reason, n in rewards.missing.items()},
+        stats=_stats(trained)
+        | {f"missing/{reason}": float(n) for reason, n in rewards.missing.items()}
+        | dict(stats or {}),
         overhead_s=max(0.0, step_s - _path_s(work_s)),
     )
 
 
-CONCURRENT = ("score rewards", "score reference", "score values")
+CONCURRENT = ("score rewards", "score reference", "score policy", "score values")
 
 
 def _path_s(work_s: Mapping[str, float]) -> float:

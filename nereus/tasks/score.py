@@ -1,4 +1,6 @@
-"""Stage score: rewards, the reference's log-probabilities and the critic's values, each for itself."""
+"""Stage score: rewards, log-probabilities of reference and trained policy, the critic's values, each for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from nereus.emu.cluster import Call
 from nereus.rewards.function import MissingReason, RewardRequest, missing_by_reason
 from nereus.tasks.dealing import run_dealt
 from nereus.tasks.job import Job
-from nereus.tasks.stages import CRITIC, REFERENCE, REWARD
+from nereus.tasks.stages import CRITIC, REFERENCE, REWARD, TRAINING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,15 @@ def score_reference(job: Job, batch: TokenBatch) -> Tensor:
     """The reference policy's log-probabilities of the responses; [b, t]."""
     with job.stage("score reference"):
         logprobs_bt = score_stage(job, "score reference", REFERENCE, batch).logprobs_bt
+    assert logprobs_bt is not None, "a policy returns log-probabilities"
+    return logprobs_bt
+
+
+@task(name="score policy", cache_policy=NO_CACHE)
+def score_policy(job: Job, batch: TokenBatch) -> Tensor:
+    """The trained policy's own log-probabilities of the responses, before the update; [b, t]."""
+    with job.stage("score policy"):
+        logprobs_bt = score_stage(job, "score policy", TRAINING, batch).logprobs_bt
     assert logprobs_bt is not None, "a policy returns log-probabilities"
     return logprobs_bt
 

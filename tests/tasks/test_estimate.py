@@ -115,3 +115,90 @@ def test_kl_in_the_reward_is_subtracted_token_by_token() -> None:
     assert batch.returns_bt is not None
     # D = -0.5 - -0.7 = 0.2, so every token costs 0.02; returns sum what is to come
     assert batch.returns_bt[0].tolist() == pytest.approx([0.96, 0.98], abs=1e-6)
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.4, 0.4])
+
+
+def advantages(algorithm: dict[str, object], lengths: list[int] | None = None) -> torch.Tensor:
+    """The first token's advantages of two prompts with two samples each."""
+    batch = estimate(
+        config(algorithm, prompts=2, samples=2), rollouts(lengths or [2, 2, 2, 2]), REWARDS, None, None
+    )
+    assert batch.advantages_bt is not None
+    return batch.advantages_bt[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({"kind": "rloo"}, [1.0, -1.0, 0.0, 0.0]),
+        ({"kind": "dr_grpo"}, [0.5, -0.5, 0.0, 0.0]),
+        ({"kind": "gspo", "normalize_std": False}, [0.5, -0.5, 0.0, 0.0]),
+        ({"kind": "cispo"}, [0.707106, -0.707106, 0.0, 0.0]),
+        ({"kind": "dapo"}, [0.707106, -0.707106, 0.0, 0.0]),
+        # centred .5, -.5, 0, 0 on two tokens each: the deviation with ddof 1 over 8 tokens is sqrt(1 / 7)
+        ({"kind": "reinforce_pp", "group_baseline": True}, [1.322876, -1.322876, 0.0, 0.0]),
+    ],
+    ids=lambda value: str(value.get("kind")) if isinstance(value, dict) else "",
+)
+def test_each_algorithm_has_its_advantages(algorithm: dict[str, object], expected: list[float]) -> None:
+    assert advantages(algorithm).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_reinforce_pp_whitens_returns_over_the_batch() -> None:
+    got = advantages({"kind": "reinforce_pp"})
+    rewards = REWARDS.repeat_interleave(2)
+    torch.testing.assert_close(got, (REWARDS - rewards.mean()) / rewards.std(), atol=1e-5, rtol=0)
+
+
+def test_dapo_takes_from_long_responses_before_it_compares() -> None:
+    """The limit is 256 tokens and the penalty's part 51: a response at the limit loses 1."""
+    batch = estimate(
+        config({"kind": "dapo"}, prompts=1, samples=2),
+        rollouts([256, 2]),
+        torch.tensor([1.0, 0.5]),
+        None,
+        None,
+    )
+    assert batch.advantages_bt is not None
+    assert batch.advantages_bt[:, 0].tolist() == pytest.approx([-0.707106, 0.707106], abs=1e-5)
+
+
+def test_a_proximal_policy_takes_the_old_place_and_the_engines_becomes_the_behaviours() -> None:
+    proximal_bt = torch.full((2, 2), -0.6)
+    batch = estimate(
+        config({"kind": "rloo", "correction": {}}, prompts=1, samples=2),
+        rollouts([2, 2]),
+        torch.tensor([1.0, 0.0]),
+        None,
+        None,
+        proximal_bt=proximal_bt,
+    )
+    assert batch.old_logprobs_bt is not None
+    assert batch.behaviour_logprobs_bt is not None
+    assert torch.equal(batch.old_logprobs_bt, proximal_bt)
+    assert batch.behaviour_logprobs_bt.tolist() == [[-0.5, -0.5], [-0.5, -0.5]]
+
+
+def test_an_adapted_weight_replaces_the_configured_one_in_the_reward() -> None:
+    kl = {"where": "reward", "coefficient": 0.1, "estimator": "k1", "adaptive": {}}
+    batch = estimate(
+        config({"kind": "ppo", "kl": kl}, prompts=2, samples=1),
+        rollouts([1, 1]),
+        torch.tensor([1.0, 0.0]),
+        torch.full((2, 1), -0.7),
+        torch.zeros(2, 1),
+        beta=0.5,
+    )
+    assert batch.returns_bt is not None
+    assert batch.returns_bt[:, 0].tolist() == pytest.approx([1.0 - 0.5 * 0.2, -0.5 * 0.2], abs=1e-6)
+
+
+def test_fewer_groups_than_configured_are_estimated_alike() -> None:
+    """DAPO may learn from fewer groups than a step has prompts."""
+    algorithm: dict[str, object] = {"kind": "dapo"}
+    batch = estimate(
+        config(algorithm, prompts=4, samples=2), rollouts([2, 2]), torch.tensor([1.0, 0.0]), None, None
+    )
+    assert batch.batch.num_rows == 2
