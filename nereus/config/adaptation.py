@@ -82,3 +82,12 @@ class AdaptationConfig(Frozen):
     """Which drift makes the job plan again."""
     drain_margin_s: float = Field(default=30.0, ge=0)
     """Seconds before a drain deadline by which the job must have left the GPU."""
+
+
+class TransitionsConfig(Frozen):
+    """What a job does about transitions that fail."""
+
+    longest_wait: int = Field(default=8, ge=0)
+    """Steps that a plan is left out at most after its transition was aborted: 1 after the first abort, then
+    twice as many each time. A change of the GPUs ends the wait.
+    """

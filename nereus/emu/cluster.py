@@ -200,10 +200,15 @@ class Cluster:
         """
         return self.wait(self.submit(calls), what=what)
 
-    def wait(self, pending: Mapping[Any, Rank], *, what: str) -> dict[Rank, Any]:
-        """Wait for submitted calls; the first failure is raised at once, without waiting for the others."""
+    def wait(
+        self, pending: Mapping[Any, Rank], *, what: str, until: threading.Event | None = None
+    ) -> dict[Rank, Any]:
+        """Wait for submitted calls; the first failure is raised at once, without waiting for the others.
+
+        Once `until` is set, the results that have arrived are returned; the calls themselves go on.
+        """
         waiting, results, busy_s = list(pending), {}, 0.0
-        while waiting:
+        while waiting and not (until is not None and until.is_set()):
             if self.stop.is_set() or self._halted.is_set():
                 raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)

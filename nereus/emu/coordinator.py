@@ -38,10 +38,13 @@ class Coordinator:
             )
         )
 
+    def abort(self, epoch: int, reason: str) -> Decision:
+        """Abort without asking for votes, unless it was decided before; returns the decision that stands."""
+        return self.record.decide(Decision(epoch=epoch, outcome=Outcome.ABORT, reason=reason))
+
     def recover(self, epoch: int) -> Decision:
         """Settle an epoch whose coordinator died: abort, unless it was decided before."""
-        reason = "the coordinator ended before it decided"
-        return self.record.decide(Decision(epoch=epoch, outcome=Outcome.ABORT, reason=reason))
+        return self.abort(epoch, "the coordinator ended before it decided")
 
 
 def check_bounded(plans: Mapping[Rank, RankPlan]) -> None:

@@ -10,12 +10,12 @@ Chains are closed, so those of one model-stage never wait for one another.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
 from nereus.emu.chains import Chain
+from nereus.emu.dealing import deal
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Operation, Place, Split, Units
 from nereus.emu.topology import Topology
@@ -96,10 +96,10 @@ def change_of(
         moving = [old[i] for i in dying]
         sources = kept or tuple(moving) or _holders(model_stage, new[0], others)
         ends = frozenset() if kept or not moving else frozenset(unit.id for unit in moving)
-        dealt = _deal([new[i] for i in fresh], sources, topology)
-        chains += [_extension(work, source, units, source.id in ends) for source, units in dealt]
+        dealt = deal([new[i] for i in fresh], sources, topology)
+        chains += [_extension(work, reads, units, reads[0].id in ends) for reads, units in dealt]
         if ends:
-            used = {source.id for source, _ in dealt}
+            used = {source.id for reads, _ in dealt for source in reads}
             dying = [i for i in dying if old[i].id not in used]
     chains += [_destruction(old[i]) for i in dying]
     chains += [_reshaping(work, draft) for draft in living]
@@ -166,39 +166,21 @@ def _holders(model_stage: str, unit: Unit, others: Units) -> Units:
     return tuple(other for other in able if other.model_stage == chosen)
 
 
-def _deal(units: list[Unit], sources: Units, topology: Topology | None) -> list[tuple[Unit, list[Unit]]]:
-    """Give every new unit a source, on its own node where one is to be had, none more than an even share."""
-    share = -(-len(units) // len(sources))
-    near: dict[int, list[int]] = defaultdict(list)
-    if topology is not None:
-        for number, source in enumerate(sources):
-            near[topology.node_of(source.layout.ranks[0])].append(number)
-    given: list[list[Unit]] = [[] for _ in sources]
-    spare = 0
-    for unit in units:
-        local = near.get(topology.node_of(unit.layout.ranks[0]), []) if topology is not None else []
-        while local and len(given[local[0]]) == share:
-            local.pop(0)
-        while len(given[spare]) == share:
-            spare += 1
-        given[local[0] if local else spare].append(unit)
-    return [(source, units) for source, units in zip(sources, given, strict=True) if units]
-
-
-def _extension(work: _Derivation, source: Unit, units: list[Unit], ends: bool) -> Chain:
-    """Copies of one unit on fresh ranks; the unit itself ends where it moves rather than stays."""
+def _extension(work: _Derivation, reads: Units, units: list[Unit], ends: bool) -> Chain:
+    """Copies of some units on fresh ranks; a unit itself ends where it moves rather than stays."""
     makes = tuple(unit.with_id(work.new_id()) for unit in units)
     into = tuple((unit.id, unit.layout) for unit in makes)
-    kinds = makes[0].kinds if makes[0].kinds != source.kinds else None
-    operations: tuple[Operation, ...] = (Extend(sources=(source.id,), into=into, kinds=kinds),)
+    kinds = makes[0].kinds if makes[0].kinds != reads[0].kinds else None
+    sources = tuple(source.id for source in reads)
+    operations: tuple[Operation, ...] = (Extend(sources=sources, into=into, kinds=kinds),)
     if ends:
-        operations += (Destroy(unit=source.id),)
+        operations += tuple(Destroy(unit=source) for source in sources)
     return Chain(
         id=f"{work.model_stage}:+{makes[0].id.index}",
         model_stage=work.model_stage,
         operations=operations,
-        reads=(source,),
-        ends=(source,) if ends else (),
+        reads=reads,
+        ends=reads if ends else (),
         makes=makes,
     )
 

@@ -39,9 +39,19 @@ def training_kinds(theta: DType) -> Kinds:
     return (Kind("theta", theta), *master, Kind("exp_avg", "fp32"), Kind("exp_avg_sq", "fp32"))
 
 
+def optimizer_kinds(theta: DType) -> Kinds:
+    """The kinds of a training unit beside its weights: what ZeRO-1 shares out among the units."""
+    return tuple(kind for kind in training_kinds(theta) if kind.name != "theta")
+
+
 def serving_kinds(theta: DType) -> Kinds:
     """The kinds of a generation or inference unit: weights alone."""
     return (Kind("theta", theta),)
+
+
+def kinds_of(stage: str, theta: DType) -> Kinds:
+    """The kinds of a unit of a stage: `training` has optimizer state, `generation` and `inference` none."""
+    return training_kinds(theta) if stage == "training" else serving_kinds(theta)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.torch.optimizer import AdamW
-from nereus.emu.kinds import Kinds
+from nereus.emu.kinds import Kinds, kinds_of
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit, UnitId
@@ -80,7 +80,14 @@ class StageSpec:
     @property
     def tensors(self) -> ModelSpec:
         """The logical tensors and how the engine stores them."""
-        return decoder_spec(self.model)
+        # Megatron's attention reads the heads of one group side by side.
+        order = "per_kv_group" if self.engine == "megatron" else "blocks"
+        return decoder_spec(self.model, qkv_order=order)
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kinds of state that a unit carries."""
+        return kinds_of(self.role, self.model.dtype)
 
     def elastic_units(self, kinds: Kinds, *, model: str | None = None) -> tuple[Unit, ...]:
         """The units as values of a reshard plan, with these kinds of state; `model` is `name` when absent."""

@@ -30,4 +30,4 @@ def place_target(
             continue
         cuts = tuple(sorted({cut_of(unit.layout) for unit in (*old, *moved)}))
         units += place(partition(models[moved[0].model], cuts), old, moved, topology)
-    return ClusterState.of(units, target.ranks)
+    return ClusterState(units=tuple(sorted(units, key=lambda unit: unit.id)), ranks=target.ranks)

@@ -1,16 +1,24 @@
 """Transitions of live state that either happen or do not: prepare, vote, one decision, pointer swap.
 
     coordinator (driver)                      worker (each)                                  decision record
-      epoch e, rank plans  ─────────────────▶ prepare: shadow buffers, exchange
-                           ◀───────────────── vote yes / no (late and lost peers are named)
+      epoch e ──────────────────────────────▶ begin
+      rank plans of an operation ───────────▶ prepare: shadow buffers, exchange    (and again for every one)
+                                 ◀─────────── done / why not (late and lost peers are named)
+      all done ─────────────────────────────▶ vote yes / no
       all yes? ─────────────────────────────────────────────────────────────────────────────▶ commit | abort
                                               resolve: waits for it, asks again, never guesses ◀──┘
                                               commit: the pointers to live state move to the shadows
                                               abort:  the shadows are dropped
 
-States of a worker: IDLE ─prepare─▶ PREPARED ─commit / abort─▶ IDLE. In PREPARED both layouts exist and the
-old one still holds. A worker that voted yes stays PREPARED until it reads the decision: it holds both states
-and waits, however long that takes. After commit a death is a new transition from the surviving holders.
+States of a worker: IDLE ─begin─▶ OPEN ─vote─▶ PREPARED ─commit─▶ IDLE, and by an abort from either to IDLE.
+In OPEN it prepares operations, in the order in which they come; the first that fails fails the epoch, and
+those that come after it are declined at once. In PREPARED both layouts exist and the old one still holds. A
+worker that voted yes stays PREPARED until it reads the decision: it holds both states and waits, however long
+that takes. After commit a death is a new transition from the surviving holders.
+
+All workers of one operation are sent its orders before any worker is sent the next one's, so workers that
+share two operations take them in one order and never wait for each other. Every operation has a channel of
+its own.
 
 Bounded mode frees old storage while it moves, so nothing can be undone: its vote says only that all ranks are
 connected, and the move runs after the decision. A replica that the plan keeps must survive it
@@ -20,7 +28,7 @@ connected, and the move runs after the decision. A replica that the plan keeps m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,13 +61,19 @@ class Phase(StrEnum):
 class Order:
     """One model-stage's part of a transition for one worker: which state becomes which, by which plan.
 
-    `source` and `target` are equal for a change of layout; they differ for a weight sync.
+    `source` and `target` are equal for a change of layout; they differ where one model-stage is filled from
+    another. Without a target of its own, the worker then only serves.
     """
 
     source: str
     target: str
     model: ModelSpec
     plan: RankPlan
+
+    @property
+    def changes_target(self) -> bool:
+        """Whether this worker's shard of the target is another one afterwards, or none, or confirmed."""
+        return self.source == self.target or self.plan.new is not None
 
 
 # Makes the zeroed shard that an order's plan fills. Raises MemoryError or RuntimeError when there is no room.
@@ -78,13 +92,31 @@ class _NoRoom(Exception):
     """The allocator refused; becomes a no vote or a lost unit."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one worker did for one operation; `reason` says why it could not, and is empty when it could."""
+
+    worker: Rank
+    epoch: int
+    reason: str = ""
+    sent_bytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(eq=False)
 class _Prepared:
     epoch: int
-    orders: tuple[Order, ...] = ()
+    orders: list[Order] = field(default_factory=list)
     shadows: dict[str, ShardState | None] = field(default_factory=dict)
+    done: list[Moved] = field(default_factory=list)
+    reason: str = ""
     vote: Vote | None = None
     deadline_s: float = 0.0
+
+    @property
+    def targets(self) -> set[str]:
+        """Model-stages that an order has made or dropped."""
+        return {order.target for order in self.orders if order.changes_target}
 
 
 @dataclass(eq=False)
@@ -106,37 +138,62 @@ class Participant:
         """The epoch that waits for its decision, None when idle."""
         return None if self._prepared is None else self._prepared.epoch
 
-    def prepare(self, epoch: int, orders: Sequence[Order], *, deadline_s: float) -> Vote:
-        """Build the new shards beside the old ones; collective over the workers of each plan.
+    def begin(self, epoch: int) -> None:
+        """Open an epoch. Nothing is allocated or moved yet.
 
-        `orders` come in one order on all workers. Never raises for what can go wrong on the way (no memory, a
-        peer that is late or gone): the vote is then no, and says why. Raises InvalidOperation when an earlier
-        epoch is undecided, `epoch` is not a new one, or a live shard is not the one planned for.
+        Raises InvalidOperation when an earlier epoch is undecided, or `epoch` is not a new one.
         """
         self._require_fresh(epoch)
-        start = time.monotonic()
         self._newest = epoch
-        prepared = self._prepared = _Prepared(epoch=epoch, orders=tuple(orders), deadline_s=deadline_s)
-        sent = 0
-        reason = ""
-        try:
-            self.observe(Phase.BEGUN)
-            deadline = Deadline.after(deadline_s)
-            for order in orders:
-                sent += self._move(order, prepared, deadline)
-            self.observe(Phase.MOVED)
-        except (TransportError, _NoRoom) as error:
-            reason = str(error)
-        if reason:
-            prepared.shadows.clear()
-            self._withdraw(prepared, reason)
+        self._prepared = _Prepared(epoch=epoch)
+        self.observe(Phase.BEGUN)
+
+    def prepare(self, order: Order, *, deadline_s: float) -> Moved:
+        """Build one operation's new shard beside the old one; collective over the workers of its plan.
+
+        Operations come in one order on all workers that share them. Never raises for what can go wrong on the
+        way (no memory, a peer that is late or gone): the epoch has then failed, and the reason is returned.
+        Raises InvalidOperation when no epoch is open, when the live shard is not the one planned for, or when
+        an earlier operation of the epoch has the same target.
+        """
+        prepared = self._require_open(order)
+        start = time.monotonic()
+        prepared.orders.append(order)
+        prepared.deadline_s = deadline_s
+        sent_bytes = 0
+        if prepared.reason:
+            self._decline(prepared, order)
+        else:
+            try:
+                sent_bytes = self._move(order, prepared, Deadline.after(deadline_s))
+                self.observe(Phase.MOVED)
+            except (TransportError, _NoRoom) as error:
+                prepared.reason = str(error)
+                prepared.shadows.clear()
+                self._withdraw(prepared)
+        moved = Moved(
+            worker=self.worker,
+            epoch=prepared.epoch,
+            reason=prepared.reason,
+            sent_bytes=sent_bytes,
+            seconds=time.monotonic() - start,
+        )
+        prepared.done.append(moved)
+        return moved
+
+    def vote(self) -> Vote:
+        """Say whether all operations of the open epoch are done; none may follow.
+
+        Raises InvalidOperation when no epoch is open.
+        """
+        prepared = self._require_open()
         vote = prepared.vote = Vote(
             worker=self.worker,
-            epoch=epoch,
-            yes=not reason,
-            reason=reason,
-            sent_bytes=sent,
-            prepare_s=time.monotonic() - start,
+            epoch=prepared.epoch,
+            yes=not prepared.reason,
+            reason=prepared.reason,
+            sent_bytes=sum(moved.sent_bytes for moved in prepared.done),
+            prepare_s=sum(moved.seconds for moved in prepared.done),
         )
         self.observe(Phase.PREPARED)
         return vote
@@ -149,18 +206,24 @@ class Participant:
         new = self._target(order, old)
         self.observe(Phase.ALLOCATED)
         report = self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
-        prepared.shadows[order.target] = new
+        if order.changes_target:
+            prepared.shadows[order.target] = new
         return report.sent_bytes
 
-    def _withdraw(self, prepared: _Prepared, reason: str) -> None:
+    def _withdraw(self, prepared: _Prepared) -> None:
         """Let the peers know now, not at the deadline: those connected, and those who wait to connect."""
-        transport = self.executor.transport
-        transport.close(prepared.epoch, broken=True)
+        self.executor.transport.close(prepared.epoch, broken=True)
         for order in prepared.orders:
-            if self.worker in order.plan.ranks:
-                # Without the store nobody can be told; the peers then wait until their deadline.
-                with suppress(TransportError):
-                    transport.decline(epoch=prepared.epoch, digest=order.plan.digest, reason=reason)
+            self._decline(prepared, order)
+
+    def _decline(self, prepared: _Prepared, order: Order) -> None:
+        plan = order.plan
+        if self.worker in plan.ranks:
+            # Without the store nobody can be told; the peers then wait until their deadline.
+            with suppress(TransportError):
+                self.executor.transport.decline(
+                    epoch=prepared.epoch, digest=plan.digest, reason=prepared.reason
+                )
 
     def _target(self, order: Order, old: ShardState | None) -> ShardState | None:
         """The shard that the plan fills: a fresh one, or the old one of a unit that is kept."""
@@ -250,9 +313,12 @@ class Participant:
             try:
                 new = self._target(order, old)
                 self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
-                prepared.shadows[order.target] = new
+                if order.changes_target:
+                    prepared.shadows[order.target] = new
             except (TransportError, _NoRoom) as error:
                 self.executor.transport.close(prepared.epoch, broken=True)
+                if not order.changes_target:
+                    continue
                 kept = plan.new is not None and plan.new == plan.old
                 prepared.shadows[order.target] = old if kept else None
                 if not kept:
@@ -272,25 +338,42 @@ class Participant:
         self.executor.transport.close(epoch, broken=broken)
         self.executor.pool.forget()
 
+    def _require_open(self, order: Order | None = None) -> _Prepared:
+        prepared = self._prepared
+        doing = "vote" if order is None else f"prepare {order.target}"
+        if prepared is None or prepared.vote is not None:
+            raise _refused(
+                f"worker {self.worker} cannot {doing}",
+                "no epoch was begun" if prepared is None else f"it has voted in epoch {prepared.epoch}",
+                "an epoch is begun first, and the vote ends its preparation",
+            )
+        if order is not None and order.changes_target and order.target in prepared.targets:
+            raise _refused(
+                f"worker {self.worker} cannot {doing}",
+                f"epoch {prepared.epoch} has prepared it already",
+                "a worker is in one operation of a model-stage that moves bytes",
+            )
+        return prepared
+
     def _require_prepared(self) -> _Prepared:
         if self._prepared is None:
             raise _refused(
                 f"worker {self.worker} has nothing to decide",
                 f"the last committed epoch is {self.epoch}",
-                "prepare comes first",
+                "an epoch is begun first",
             )
         return self._prepared
 
     def _require_fresh(self, epoch: int) -> None:
         if self._prepared is not None:
             raise _refused(
-                f"worker {self.worker} cannot prepare epoch {epoch}",
+                f"worker {self.worker} cannot begin epoch {epoch}",
                 f"epoch {self._prepared.epoch} is undecided",
                 "one transition at a time: resolve the undecided one first",
             )
         if epoch <= self._newest:
             raise _refused(
-                f"worker {self.worker} cannot prepare epoch {epoch}",
+                f"worker {self.worker} cannot begin epoch {epoch}",
                 f"the newest epoch it has seen is {self._newest}",
                 "epochs rise and are never used twice",
             )

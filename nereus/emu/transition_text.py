@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from nereus.emu.chains import Chain
-from nereus.emu.graph import Spill, TransitionGraph
+from nereus.emu.graph import Node, Spill, TransitionGraph
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Operation, Place, Split
 from nereus.emu.schedule import Schedule, Slot
@@ -65,6 +65,39 @@ def _memory_line(schedule: Schedule) -> str:
     if schedule.spilled_bytes:
         line += f"; {bytes_text(schedule.spilled_bytes)} pass through host memory"
     return line
+
+
+def node_text(graph: TransitionGraph, node: Node, num_bytes: int | None) -> str:
+    """One operation with the layouts it starts from and its bytes, e.g.
+    `Split actor.training#0 into #1 tp1 pp1 on 0; #2 tp1 pp1 on 1; from tp2 pp1; 1.2 MB`.
+
+    Without `num_bytes` it only frees, or its bytes travel with the operation that leads its chain.
+    """
+    layouts = {unit.id: unit.layout for unit in graph.before.units}
+    for operation in graph.chains[node.chain].operations:
+        layouts |= _made(operation)
+    parts = [operation_text(node.operation)]
+    match node.operation:
+        case Destroy(unit=unit):
+            parts[0] += f" {layout_text(layouts[unit])}"
+        case Split(unit=unit) | Merge(units=(unit, *_)) | Extend(sources=(unit, *_)):
+            parts.append(f"from tp{layouts[unit].tp} pp{layouts[unit].pp}")
+    if num_bytes is not None:
+        parts.append(bytes_text(num_bytes))
+    elif not node.leads:
+        leader = type(graph.chains[node.chain].operations[0]).__name__
+        parts.append(f"bytes travel with {leader}")
+    return "; ".join(parts)
+
+
+def _made(operation: Operation) -> dict[UnitId, Layout]:
+    match operation:
+        case Split(into=into) | Extend(into=into):
+            return dict(into)
+        case Merge(into=(name, layout)):
+            return {name: layout}
+        case Destroy():
+            return {}
 
 
 def operation_text(operation: Operation | Spill) -> str:

@@ -39,8 +39,11 @@ from nereus.emu.rank_plan import RankPlan
 from nereus.emu.source import fill
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
-from nereus.emu.transaction import Lost, Order, Participant
+from nereus.emu.transaction import Lost, Moved, Order, Participant
 from nereus.emu.transport.collective import CollectiveTransport
+from nereus.emu.transport.protocol import Deadline
+from nereus.emu.unit_groups import UnitGroups
+from nereus.errors import InvalidOperation, explain
 
 # oneDNN keeps compiled code for every shape it has met; lengths differ in every step, so a long memory of
 # them only costs: 200 MB for a model of 367 k parameters at its default of 1024, and gains no time.
@@ -134,16 +137,41 @@ class Worker:
             return 0
         self._specs[spec.name] = spec
         if spec.role == "generation":
-            shared = self._engines[spec.shares].state if spec.shares else None
-            generator = open_generator(spec, groups, device=self.device, state=shared)
-            self._generators[spec.name] = generator
-            return 0 if shared is not None else generator.state.num_bytes
-        held = self.participant.live.get(spec.name) if isinstance(spec.origin, FromMemory) else None
-        engine = open_trainer(spec, groups, device=self.device, state=held)
+            return self._build_generator(spec, groups)
+        engine = open_trainer(spec, groups, device=self.device, state=self._held(spec))
         self._fill(spec, engine)
         self._engines[spec.name] = engine
         self.participant.live[spec.name] = engine.state
         return engine.state.num_bytes
+
+    def _build_generator(self, spec: StageSpec, groups: UnitGroups) -> int:
+        if spec.shares is not None:
+            shared = self._engines[spec.shares].state
+            self.participant.live.pop(spec.name, None)
+            self._generators[spec.name] = open_generator(spec, groups, device=self.device, state=shared)
+            return 0
+        generator = open_generator(spec, groups, device=self.device, state=self._held(spec))
+        self._generators[spec.name] = generator
+        self.participant.live[spec.name] = generator.state
+        return generator.state.num_bytes
+
+    def _held(self, spec: StageSpec) -> ShardState | None:
+        """The shard that a committed transition left here, None where the engine is filled otherwise.
+
+        Raises InvalidOperation when it is not there: the engine would go on with zeros.
+        """
+        if not isinstance(spec.origin, FromMemory):
+            return None
+        held = self.participant.live.get(spec.name)
+        if held is None:
+            raise InvalidOperation(
+                explain(
+                    f"worker {self.rank} cannot build {spec.name}",
+                    values="it holds no shard of it",
+                    rule="a transition leaves a shard in every worker of its new units",
+                )
+            )
+        return held
 
     def _forget(self, stage: str) -> None:
         for engine in (self._engines.pop(stage, None), self._generators.pop(stage, None)):
@@ -214,11 +242,19 @@ class Worker:
         )
         if new is not None:
             new.refresh()
-        return sent_bytes
+        return report.sent_bytes
 
-    def prepare_transition(self, epoch: int, orders: Sequence[Order], deadline_s: float) -> Vote:
-        """Build the new shards beside the old ones and vote; collective over the workers of each plan."""
-        return self.participant.prepare(epoch, orders, deadline_s=deadline_s)
+    def begin_transition(self, epoch: int) -> None:
+        """Open an epoch; operations follow."""
+        self.participant.begin(epoch)
+
+    def prepare_operation(self, order: Order, deadline_s: float) -> Moved:
+        """Build an operation's new shard beside the old one; collective over the workers of its plan."""
+        return self.participant.prepare(order, deadline_s=deadline_s)
+
+    def vote(self) -> Vote:
+        """Whether all operations of the open epoch are done."""
+        return self.participant.vote()
 
     def apply_decision(self, decision: Decision) -> tuple[Lost, ...]:
         """Let the new shards count, or drop them. Engines still hold the old ones until they are built

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import time
 
-from prefect import flow
-
-from nereus.emu.decision import Decision
-from nereus.flows.current import current_job, subflow_of
-from nereus.flows.transition import carry_out
+from nereus.flows.transition import move_to
 from nereus.record.decisions import append_decision
 from nereus.tasks.adapt import seated_stages, signals_after
 from nereus.tasks.job import Job
-from nereus.tasks.transition import plan_transition
-
-NEW_WORKER_S = 60.0  # a new worker that needs longer to start is left for the next boundary
+from nereus.tasks.options import follow_options
+from nereus.tasks.pool import end_drained, take_new_gpus
 
 
 def adapt(job: Job) -> None:
@@ -47,34 +42,6 @@ def adapt(job: Job) -> None:
     if not outcome.moves:
         return
     started = time.perf_counter()
-    job.target = seated_stages(job.stages, outcome.seated)
-    with subflow_of(job):
-        decision = adaptation_flow(job.state.step)
-    if decision.commits:
+    if move_to(job, seated_stages(job.stages, outcome.seated)):
         adapter.settle(outcome, time.perf_counter() - started)
         end_drained(job)
-
-
-@flow(name="transition", flow_run_name="transition before step {step}", validate_parameters=False)
-def adaptation_flow(step: int) -> Decision:
-    """Move the job to the plan that was admitted."""
-    job = current_job()
-    assert job.target is not None, "a plan was admitted"
-    return carry_out(job, plan_transition(job.stages, job.target))
-
-
-def take_new_gpus(job: Job) -> None:
-    """Start workers on GPUs that are free, up to the campaign's limit; the planner decides whether to use
-    them.
-    """
-    limit = job.config.cluster.max_gpus or job.config.cluster.gpus
-    wanted = min(job.cluster.num_free_gpus, limit - len(job.cluster.ranks))
-    if wanted > 0 and (new := job.cluster.add(wanted, timeout_s=NEW_WORKER_S)):
-        job.listener.on_message(f"before step {job.state.step}: {len(new)} more GPUs, workers {list(new)}")
-
-
-def end_drained(job: Job) -> None:
-    """End the workers on nodes that go away, once no model-stage lies on them."""
-    used = {rank for spec in job.stages.values() for rank in spec.ranks}
-    drained = [gpu.rank for gpu in job.cluster.pool() if gpu.drain_at_s is not None and gpu.rank not in used]
-    job.cluster.end(drained)

@@ -26,7 +26,7 @@ from nereus.tasks.counters import stale_ranks
 from nereus.tasks.job import Job
 from nereus.tasks.restart import restart_from_storage
 from nereus.tasks.survive import on_survivors
-from nereus.tasks.transition import plan_transition
+from nereus.tasks.transition_plan import plan_transition
 
 ANSWER_S = 60.0  # beyond the longest wait in a collective: a worker that is silent still hangs
 R = TypeVar("R")

@@ -1,49 +1,79 @@
 """A transition of the running job as a subflow: what happens, in order.
 
-plan ─▶ move and vote ─▶ decide ─▶ apply ─▶ rebuild with a weight sync        an abort ends it after apply
+plan ─▶ begin ─▶ operations, as their graph allows ─▶ vote ─▶ decide ─▶ apply ─▶ rebuild, unless aborted
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from prefect import flow
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.emu.decision import Decision
 from nereus.emu.stage import StageSpec
 from nereus.flows.current import current_job, subflow_of
-from nereus.record.transitions import TransitionRecord, append_transition
+from nereus.planner.backoff import after_abort
+from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
 from nereus.tasks.counters import adam_steps
 from nereus.tasks.job import Job
 from nereus.tasks.survive import on_survivors
-from nereus.tasks.transition import Transition, apply, decide, move_and_vote, plan_transition, rebuild
+from nereus.tasks.topology import topology_of
+from nereus.tasks.transition import Attempt, apply, begin, decide, operate, rebuild, vote
+from nereus.tasks.transition_picture import draw
+from nereus.tasks.transition_plan import Transition, asked_of, plan_transition
+
+MAX_CONCURRENT = 16
 
 
 def follow_plan(job: Job) -> None:
-    """Move the job to the plan of its next step, if that is another one.
-
-    An aborted transition leaves the job under its old plan; it is tried again before the next step.
-    """
+    """Move the job to the plan of its next step, if that is another one."""
     then = job.prepared.stages_at(job.state.step)
     if all(then[name].units == job.planned[name].units for name in then):
         return
-    with subflow_of(job):
-        transition_flow(job.state.step)
-
-
-@flow(name="transition", flow_run_name="transition before step {step}", validate_parameters=False)
-def transition_flow(step: int) -> Decision:
-    """Move the job to the plan of `step`, between two steps."""
-    job = current_job()
-    then = job.prepared.stages_at(step)
+    target = then
     if absent := {rank for spec in then.values() for rank in spec.ranks} - set(job.cluster.ranks):
-        job.listener.on_message(f"the plan of step {step} names workers {sorted(absent)}, which are gone")
-        then = on_survivors(then, job.cluster.ranks)
-    decision = carry_out(job, plan_transition(job.stages, then))
-    if decision.commits:
-        job.planned = job.prepared.stages_at(step)
-    return decision
+        job.listener.on_message(
+            f"the plan of step {job.state.step} names workers {sorted(absent)}, which are gone"
+        )
+        target = on_survivors(then, job.cluster.ranks)
+    if move_to(job, target):
+        job.planned = then
+
+
+def move_to(job: Job, target: Mapping[str, StageSpec]) -> bool:
+    """Move the job to `target`; whether it did.
+
+    An aborted transition leaves the job under its old plan. The same target is then left out for 1, 2, 4, ...
+    boundaries, unless the pool changes.
+    """
+    held = job.back_off
+    if held is not None and held.holds_back(asked_of(target), job.cluster.pool(), job.state.step):
+        job.listener.on_message(
+            f"before step {job.state.step}: stays; the move was aborted {held.num_aborts} times and is tried "
+            f"again before step {held.retry_step}"
+        )
+        return False
+    job.target = target
+    with subflow_of(job):
+        return transition_flow(job.state.step).commits
+
+
+@flow(
+    name="transition",
+    flow_run_name="transition before step {step}",
+    task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT),  # type: ignore[arg-type]
+    validate_parameters=False,
+)
+def transition_flow(step: int) -> Decision:
+    """Move the job to its target, between two steps."""
+    job = current_job()
+    assert job.target is not None, "somebody asked for the move"
+    topology = topology_of(job.cluster.pool(), job.stages)
+    return carry_out(job, plan_transition(job.stages, job.target, topology=topology))
 
 
 def carry_out(job: Job, transition: Transition) -> Decision:
@@ -54,21 +84,66 @@ def carry_out(job: Job, transition: Transition) -> Decision:
     """
     started = time.perf_counter()
     before, counts = job.stages, adam_steps(job)
+    attempt = Attempt(epoch=job.cluster.next_epoch())
+    picture = draw(job, transition, attempt.epoch)
     job.listener.on_message(f"before step {job.state.step}: {transition.text}")
-    epoch = job.cluster.next_epoch()
-    votes = move_and_vote.submit(job, transition, epoch).result()
-    decision = decide.submit(job, transition, epoch, votes, counts).result()
     try:
-        apply.submit(job, transition, decision).result()
-        if decision.commits:
-            rebuild.submit(job).result()
-    finally:
-        _record(job, transition, decision, before, time.perf_counter() - started)
+        operations = run_operations(job, transition, attempt)
+        votes = vote.submit(job, transition, attempt).result()
+        decision = decide.submit(job, transition, attempt, votes, counts).result()
+        try:
+            apply.submit(job, transition, decision).result()
+            if decision.commits:
+                rebuild.submit(job).result()
+        finally:
+            _back_off(job, transition, decision)
+            seconds = time.perf_counter() - started
+            _record(job, transition, decision, before, operations, picture, seconds)
+    except BaseException:
+        job.cluster.halt()  # the task runner waits for its threads; `reap` lifts it
+        raise
     return decision
 
 
+def run_operations(job: Job, transition: Transition, attempt: Attempt) -> list[OperationRecord]:
+    """Every operation as a task run that waits for its predecessors, in the order of the schedule."""
+    with job.stage("move"):
+        begun = begin.submit(job, transition, attempt)
+        runs: dict[str, PrefectFuture[OperationRecord]] = {}
+        for operation in transition.operations:
+            earlier: list[PrefectFuture[Any]] = [runs[name] for name in operation.after]
+            runs[operation.id] = operate.submit(
+                job, attempt, operation, wait_for=earlier or [begun], return_state=False
+            )
+        return [run.result() for run in runs.values()]
+
+
+def _back_off(job: Job, transition: Transition, decision: Decision) -> None:
+    """After an abort, leave this plan out for a while."""
+    if decision.commits:
+        job.back_off = None
+        return
+    job.back_off = after_abort(
+        job.back_off,
+        transition.asked,
+        job.cluster.pool(),
+        step=job.state.step,
+        longest=job.config.transitions.longest_wait,
+    )
+    job.listener.on_message(
+        f"before step {job.state.step}: the transition was aborted ({decision.reason.splitlines()[0]}); "
+        f"not tried again before step {job.back_off.retry_step} while the pool stays as it is"
+    )
+
+
 def _record(
-    job: Job, transition: Transition, decision: Decision, before: Mapping[str, StageSpec], seconds: float
+    job: Job,
+    transition: Transition,
+    decision: Decision,
+    before: Mapping[str, StageSpec],
+    operations: list[OperationRecord],
+    picture: str,
+    seconds: float,
 ) -> None:
     append_transition(
         job.config.run_folder,
@@ -82,5 +157,8 @@ def _record(
             lower_bound=transition.lower_bound,
             before={name: spec.text for name, spec in before.items()},
             after={name: spec.text for name, spec in transition.stages.items()},
+            operations=operations,
+            picture=picture,
+            retry_step=None if job.back_off is None else job.back_off.retry_step,
         ),
     )

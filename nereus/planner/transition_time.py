@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nereus.emu.chain_time import planned
 from nereus.emu.decoder import DType, decoder_spec
 from nereus.emu.graph import build_graph
-from nereus.emu.kinds import serving_kinds, training_kinds
+from nereus.emu.kinds import kinds_of
 from nereus.emu.layout import Layout
 from nereus.emu.schedule import schedule
 from nereus.emu.schedule_problem import Room
@@ -25,7 +25,7 @@ from nereus.planner.memory import usable_bytes
 from nereus.planner.profile import ClusterProfile, LinkProfile
 from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, GpuId
-from nereus.planner.workload import ModelShapes, ModelStage, Stage
+from nereus.planner.workload import ModelShapes, ModelStage
 
 _DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -100,13 +100,12 @@ def _restart(fixed: FixedCosts, why: str) -> TransitionCost:
 
 def cluster_state(seated: Seated, alive: frozenset[GpuId], dtype: str) -> ClusterState:
     """The units of a plan on GPUs that live; a unit with a lost GPU is gone. Shared weights count once."""
-    training, serving = training_kinds(_DTYPES[dtype]), serving_kinds(_DTYPES[dtype])
     units = [
         Unit(
             id=UnitId(str(item.model_stage), number),
             model=str(item.model_stage.model),
             layout=Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers),
-            kinds=training if item.model_stage.stage is Stage.TRAINING else serving,
+            kinds=kinds_of(item.model_stage.stage, _DTYPES[dtype]),
         )
         for item in seated.plan.assignments
         if not item.shares_weights
@@ -139,7 +138,7 @@ def state_bytes(models: ModelShapes, dtype: str) -> dict[str, float]:
     sizes = {}
     for stage in ModelStage:
         shape = models.of(stage.model)
-        kinds = (training_kinds if stage.stage is Stage.TRAINING else serving_kinds)(_DTYPES[dtype])
+        kinds = kinds_of(stage.stage, _DTYPES[dtype])
         if shape is not None:
             sizes[str(stage)] = float(shape.num_parameters) * sum(kind.num_bytes for kind in kinds)
     return sizes

@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 TRANSITIONS_FILE = "transitions.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRecord:
+    """One operation of a transition, as it was carried out."""
+
+    id: str
+    kind: str
+    """`split`, `merge`, `extend` or `destroy`."""
+    model_stage: str
+    text: str
+    """Units, layouts, GPUs and planned bytes, for people."""
+    after: Sequence[str]
+    """The operations that it waited for."""
+    gpus: Sequence[int]
+    """The GPUs of the units that it touched."""
+    bytes: int
+    """Bytes that its workers sent to one another."""
+    planned_bytes: int
+    """Bytes of its reshard plan."""
+    seconds: float
+    """Of the slowest of its workers."""
+    carrier: str | None
+    """The operation with which its bytes travelled, None where it carries its own."""
+    reason: str = ""
+    """Why it failed; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +58,12 @@ class TransitionRecord:
     """Model-stage to layout and GPUs."""
     after: Mapping[str, str]
     """The same, as planned."""
+    operations: Sequence[OperationRecord]
+    """In the order of the schedule."""
+    picture: str
+    """The graph of operations, drawn into this file of the run folder."""
+    retry_step: int | None = None
+    """The step before which the same plan may be tried again; None after a commit."""
 
 
 def append_transition(run_folder: Path, record: TransitionRecord) -> None:
@@ -44,4 +77,9 @@ def read_transitions(run_folder: Path) -> list[TransitionRecord]:
     path = run_folder / TRANSITIONS_FILE
     if not path.exists():
         return []
-    return [TransitionRecord(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [_record(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _record(fields: dict[str, Any]) -> TransitionRecord:
+    operations = [OperationRecord(**operation) for operation in fields.pop("operations")]
+    return TransitionRecord(**fields, operations=operations)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from nereus.emu.arena import ShardState
 from nereus.emu.ballot import cast, collect
@@ -99,6 +100,15 @@ class FaultyChannel:
         self.trap("posted")
         return [FaultyPending(one, self.trap) for one in pending]
 
+    def reads(self, peer: Rank) -> bool:
+        return self.inner.reads(peer)
+
+    def lends(self, view: Tensor) -> bool:
+        return self.inner.lends(view)
+
+    def fills(self, view: Tensor) -> bool:
+        return self.inner.fills(view)
+
     def settle(self, deadline: Deadline) -> None:
         self.inner.settle(deadline)
 
@@ -184,7 +194,9 @@ def take_part(
         return allocate(order)
 
     participant.allocate = allocate_with_trap
-    vote = participant.prepare(epoch, [order], deadline_s=deadline_s)
+    participant.begin(epoch)
+    participant.prepare(order, deadline_s=deadline_s)
+    vote = participant.vote()
     raised = ""
     decision: Decision | None = None
     try:

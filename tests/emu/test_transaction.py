@@ -23,7 +23,7 @@ from nereus.emu.layout import Layout
 from nereus.emu.rank_plan import Mode
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.store import Store, StoreAddress
-from nereus.emu.transaction import Lost, Order, Participant, Phase
+from nereus.emu.transaction import Lost, Moved, Order, Participant, Phase
 from nereus.emu.transport.memory import Hub, MemoryTransport
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import InvalidOperation, TransitionAborted
@@ -60,8 +60,16 @@ ONE_OF_TWO = plan_reshard(
 )
 
 
-def orders(plan: ReshardPlan, rank: int, stage: str = ACTOR, mode: Mode = "shadow") -> list[Order]:
-    return [Order(source=stage, target=stage, model=MODEL, plan=plan.rank_plan(rank, mode))]
+def order_of(plan: ReshardPlan, rank: int, stage: str = ACTOR, mode: Mode = "shadow") -> Order:
+    return Order(source=stage, target=stage, model=MODEL, plan=plan.rank_plan(rank, mode))
+
+
+def voted(participant: Participant, epoch: int, *orders: Order, deadline_s: float = 5) -> Vote:
+    """Begin, prepare every operation, vote."""
+    participant.begin(epoch)
+    for order in orders:
+        participant.prepare(order, deadline_s=deadline_s)
+    return participant.vote()
 
 
 class World:
@@ -97,7 +105,7 @@ class World:
         return results
 
     def prepare(self, epoch: int, plan: ReshardPlan, mode: Mode = "shadow") -> dict[int, Vote]:
-        return self.together(lambda rank, p: p.prepare(epoch, orders(plan, rank, mode=mode), deadline_s=5))
+        return self.together(lambda rank, p: voted(p, epoch, order_of(plan, rank, mode=mode)))
 
 
 def decision(epoch: int, outcome: Outcome = Outcome.COMMIT, control: str = "") -> Decision:
@@ -151,8 +159,7 @@ def test_two_model_stages_move_together_or_not_at_all() -> None:
         world = World((ACTOR, REMAP), (CRITIC, critic))
 
         def prepare(rank: int, participant: Participant) -> Vote:
-            both = [*orders(REMAP, rank), *orders(critic, rank, CRITIC)]
-            return participant.prepare(1, both, deadline_s=5)
+            return voted(participant, 1, order_of(REMAP, rank), order_of(critic, rank, CRITIC))
 
         assert all(vote.yes for vote in world.together(prepare).values())
         world.together(lambda rank, p, outcome=outcome: p.apply(decision(1, outcome)))
@@ -163,6 +170,74 @@ def test_two_model_stages_move_together_or_not_at_all() -> None:
                     assert stage not in world[rank].live
                 else:
                     assert not differences(world[rank].live[stage], direct_state(MODEL, wanted, rank))
+
+
+SPLIT_CRITIC = plan_reshard(MODEL, [unit(0, 2, 1, 1, 2, stage=CRITIC)], [unit(1, 1, 2, 2, 1, stage=CRITIC)])
+
+
+def test_a_failed_operation_fails_the_epoch_and_later_ones_are_declined_at_once() -> None:
+    world = World((ACTOR, REMAP), (CRITIC, SPLIT_CRITIC))
+
+    def no_room_for_the_actor(order: Order) -> ShardState:
+        if order.target == ACTOR:
+            raise MemoryError("planted")
+        return allocate(order)
+
+    world[1].allocate = no_room_for_the_actor
+
+    def act(rank: int, participant: Participant) -> list[Moved]:
+        participant.begin(1)
+        plans = ((ACTOR, REMAP), (CRITIC, SPLIT_CRITIC))
+        return [
+            participant.prepare(order_of(plan, rank, stage), deadline_s=20)
+            for stage, plan in plans
+            if rank in plan.ranks
+        ]
+
+    moved = world.together(act)
+    assert all(part.reason for parts in moved.values() for part in parts)
+    assert max(part.seconds for parts in moved.values() for part in parts) < 10, "nobody waits in vain"
+    assert "no memory" in moved[1][1].reason, "the later operation is refused for the first one's reason"
+    votes = world.together(lambda rank, p: p.vote())
+    assert not any(vote.yes for vote in votes.values())
+    world.together(lambda rank, p: p.apply(decision(1, Outcome.ABORT)))
+    for rank in SPLIT_CRITIC.ranks:
+        held = world[rank].live[CRITIC]
+        assert not differences(held, direct_state(MODEL, SPLIT_CRITIC.old[0], rank))
+
+
+def test_operations_are_prepared_one_by_one_and_nothing_counts_before_the_commit() -> None:
+    world = World((ACTOR, REMAP), (CRITIC, SPLIT_CRITIC))
+    world.together(lambda rank, p: p.begin(1))
+    for stage, plan in ((ACTOR, REMAP), (CRITIC, SPLIT_CRITIC)):
+
+        def prepare(rank: int, p: Participant, stage: str = stage, plan: ReshardPlan = plan) -> Moved | None:
+            return p.prepare(order_of(plan, rank, stage), deadline_s=5) if rank in plan.ranks else None
+
+        moved = world.together(prepare)
+        assert sum(part.sent_bytes for part in moved.values() if part) == plan.bytes
+    for rank in REMAP.ranks:
+        assert not differences(world[rank].live[ACTOR], direct_state(MODEL, REMAP.old[0], rank))
+    votes = world.together(lambda rank, p: p.vote())
+    assert sum(vote.sent_bytes for vote in votes.values()) == REMAP.bytes + SPLIT_CRITIC.bytes
+    world.together(lambda rank, p: p.apply(decision(1)))
+    for stage, plan in ((ACTOR, REMAP), (CRITIC, SPLIT_CRITIC)):
+        for rank in plan.ranks:
+            unit_after = plan.new_unit(rank)
+            assert unit_after is not None
+            assert not differences(world[rank].live[stage], direct_state(MODEL, unit_after, rank))
+
+
+def test_an_operation_belongs_to_an_open_epoch_and_to_one_model_stage_once() -> None:
+    world = World((ACTOR, EXTEND))
+    with pytest.raises(InvalidOperation, match="no epoch was begun"):
+        world[0].prepare(order_of(EXTEND, 0), deadline_s=1)
+    world.together(lambda rank, p: (p.begin(1), p.prepare(order_of(EXTEND, rank), deadline_s=5)))
+    with pytest.raises(InvalidOperation, match="has prepared it already"):
+        world[0].prepare(order_of(EXTEND, 0), deadline_s=1)
+    world[0].vote()
+    with pytest.raises(InvalidOperation, match="has voted in epoch 1"):
+        world[0].prepare(order_of(EXTEND, 0, CRITIC), deadline_s=1)
 
 
 def test_a_worker_without_memory_votes_no_and_its_peers_do_not_wait_for_the_deadline() -> None:
@@ -190,26 +265,27 @@ def test_epochs_are_decided_one_at_a_time_and_used_once() -> None:
         world[0].apply(decision(1))
     world.prepare(1, REMAP)
     with pytest.raises(InvalidOperation, match="epoch 1 is undecided"):
-        world[0].prepare(2, orders(REMAP, 0), deadline_s=1)
+        world[0].begin(2)
     with pytest.raises(InvalidOperation, match="has prepared epoch 1"):
         world[0].apply(decision(2))
     world.together(lambda rank, p: p.apply(decision(1, Outcome.ABORT)))
     with pytest.raises(InvalidOperation, match="never used twice"):
-        world[0].prepare(1, orders(REMAP, 0), deadline_s=1)
+        world[0].begin(1)
 
 
 def test_a_shard_of_another_layout_than_the_plan_speaks_of_is_refused() -> None:
     world = World((ACTOR, REMAP))
     world[0].live[ACTOR] = direct_state(MODEL, REMAP.new[0], 0)
+    world[0].begin(1)
     with pytest.raises(InvalidOperation, match="holds another shard"):
-        world[0].prepare(1, orders(REMAP, 0), deadline_s=1)
+        world[0].prepare(order_of(REMAP, 0), deadline_s=1)
     world[0].apply(decision(1, Outcome.ABORT))
     assert world[0].undecided is None
 
 
 def test_a_worker_that_voted_no_refuses_to_commit() -> None:
     world = World((ACTOR, REMAP))
-    vote = world[0].prepare(1, orders(REMAP, 0), deadline_s=0.2)  # worker 1 never comes
+    vote = voted(world[0], 1, order_of(REMAP, 0), deadline_s=0.2)  # worker 1 never comes
     assert not vote.yes
     assert "absent: [1]" in vote.reason
     with pytest.raises(InvalidOperation, match="commit needs every vote"):
@@ -334,7 +410,7 @@ def cycle(worker: int, address: StoreAddress, epochs: Sequence[int]) -> bool:
     record = StoreRecord(HELD["store"])
     for epoch in epochs:
         plan = THERE if epoch % 2 else BACK
-        vote = participant.prepare(epoch, orders(plan, worker), deadline_s=30)
+        vote = voted(participant, epoch, order_of(plan, worker), deadline_s=30)
         cast(HELD["store"], vote)
         if worker == 0:
             votes = collect(HELD["store"], epoch, RANKS, deadline_s=30)
