@@ -8,22 +8,25 @@ only here, as the pieces a position lists; planner, executor, checkpoint and loa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from nereus.emu.tensor import Box, Fused, ModelSpec, TensorSpec, box_shape, box_size, whole
+from nereus.emu.tensor import Box, Fused, ModelSpec, TensorSpec, box_shape, box_size, slice_of, whole
 from nereus.errors import InvalidLayout, explain
 
 Rank = int
+Seat = tuple[int, int, int]  # (tp, slices, place on the tensor axis: tp index * slices + slice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Coordinates of one shard inside a unit."""
+    """Coordinates of one shard inside a unit; `slice` is above 0 only where ranks share a position."""
 
     pp: int
     tp: int
+    slice: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +34,15 @@ class Layout:
     """(tp, pp) with explicit ranks and layers.
 
     `ranks[pp_index * tp + tp_index]` is the rank at that position, never sorted. `layers[i]` is the number of
-    layers of pipeline stage i.
+    layers of pipeline stage i. With `slices` above 1 that many ranks, one after the other in `ranks`, divide
+    each position among them: the layout of an optimizer state that the units of a model-stage share (ZeRO-1).
     """
 
     tp: int
     pp: int
     ranks: tuple[Rank, ...]
     layers: tuple[int, ...]
+    slices: int = 1
 
     @classmethod
     def make(
@@ -70,7 +75,7 @@ class Layout:
     def _problem(self, model: ModelSpec) -> tuple[str, str] | None:
         if self.tp < 1 or self.pp < 1:
             return "tp and pp must be at least 1", "give positive sizes"
-        if len(self.ranks) != self.tp * self.pp or len(set(self.ranks)) != len(self.ranks):
+        if len(self.ranks) != self.world_size or len(set(self.ranks)) != len(self.ranks):
             return (
                 f"a unit needs tp*pp = {self.tp * self.pp} distinct ranks",
                 "give one rank for every position",
@@ -91,7 +96,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks in the unit."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.slices
 
     @property
     def split(self) -> tuple[tuple[int, int], ...]:
@@ -102,12 +107,17 @@ class Layout:
     def position(self, rank: Rank) -> Position:
         """Where a rank sits. Raises InvalidLayout for a stranger."""
         try:
-            pp, tp = divmod(self.ranks.index(rank), self.tp)
+            place, part = divmod(self.ranks.index(rank), self.slices)
         except ValueError:
             raise InvalidLayout(
                 explain(f"rank {rank} is not in the layout", values=f"ranks={list(self.ranks)}")
             ) from None
-        return Position(pp=pp, tp=tp)
+        return Position(pp=place // self.tp, tp=place % self.tp, slice=part)
+
+    def seat(self, rank: Rank) -> Seat:
+        """Where a rank sits on the tensor axis. Raises InvalidLayout for a stranger."""
+        at = self.position(rank)
+        return self.tp, self.slices, at.tp * self.slices + at.slice
 
     def rank_at(self, pp: int, tp: int) -> Rank:
         """The rank at a position."""
@@ -123,7 +133,7 @@ class Layout:
 
     def with_ranks(self, ranks: tuple[Rank, ...]) -> Layout:
         """The same cut on other ranks."""
-        return Layout(tp=self.tp, pp=self.pp, ranks=ranks, layers=self.layers)
+        return replace(self, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +168,22 @@ class Shard:
         return tuple(piece for tensor in self.tensors for piece in tensor.pieces)
 
 
+def sliced(units: Sequence[Layout]) -> Layout:
+    """One layout over the ranks of all units, which are cut alike: unit i holds slice i of every position."""
+    first = units[0]
+    ranks = tuple(unit.ranks[place] for place in range(first.world_size) for unit in units)
+    return replace(first, ranks=ranks, slices=len(units))
+
+
 @lru_cache(maxsize=4096)
-def shard_at(model: ModelSpec, tp: int, layers: tuple[int, ...], position: Position) -> Shard:
+def shard_at(
+    model: ModelSpec, tp: int, layers: tuple[int, ...], position: Position, slices: int = 1
+) -> Shard:
     """The shard at one position of a (tp, len(layers)) layout. Independent of which rank sits there."""
+    if slices > 1:
+        whole_shard = shard_at(model, tp, layers, replace(position, slice=0))
+        tensors_of = tuple(_slice(model, tensor, slices, position.slice) for tensor in whole_shard.tensors)
+        return Shard(position=position, tensors=tensors_of)
     pp = len(layers)
     lo = sum(layers[: position.pp])
     mine = range(lo, lo + layers[position.pp])
@@ -187,7 +210,23 @@ def shard_at(model: ModelSpec, tp: int, layers: tuple[int, ...], position: Posit
 
 def shard(model: ModelSpec, layout: Layout, rank: Rank) -> Shard:
     """The shard that `rank` stores under `layout`."""
-    return shard_at(model, layout.tp, layout.layers, layout.position(rank))
+    return shard_at(model, layout.tp, layout.layers, layout.position(rank), layout.slices)
+
+
+def _slice(model: ModelSpec, tensor: PhysicalTensor, slices: int, index: int) -> PhysicalTensor:
+    """Part `index` of every piece, one after the other along dim 0; pad rows are in no slice."""
+    pieces: list[Piece] = []
+    at = 0
+    for piece in tensor.pieces:
+        box = slice_of(model.by_name[piece.logical], piece.box, slices, index)
+        if not box_size(box):
+            continue
+        shape = box_shape(box)
+        stored = ((at, at + shape[0]), *whole(shape[1:]))
+        pieces.append(Piece(physical=tensor.name, stored=stored, logical=piece.logical, box=box))
+        at += shape[0]
+    rest = box_shape(pieces[0].stored)[1:] if pieces else tensor.shape[1:]
+    return PhysicalTensor(name=tensor.name, shape=(at, *rest), pieces=tuple(pieces))
 
 
 def _plain(spec: TensorSpec, tp: int, position: int) -> PhysicalTensor:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING
 
-from nereus.emu.layout import Rank, Shard, shard
+from nereus.emu.layout import Rank, Seat, Shard, shard
 from nereus.emu.rank_plan import Chunk, LocalCopy, Message, Mode, RankPlan, Round, Side, Transfer
-from nereus.emu.regions import Seat, parts_of, region_of
+from nereus.emu.regions import parts_of, region_of
 from nereus.emu.streams import Bucket, buckets, chunk_of, direct_allowed
 from nereus.emu.unit import Unit
 from nereus.errors import InvalidOperation, explain
@@ -22,7 +22,7 @@ _WAVE_SHIFT, _CHUNK_SHIFT = 24, 40
 
 def _seat(unit: Unit | None, rank: Rank) -> Seat:
     assert unit is not None, f"I8: rank {rank} holds no shard on this side"
-    return unit.layout.tp, unit.layout.position(rank).tp
+    return unit.layout.seat(rank)
 
 
 def _seats(plan: ReshardPlan, path: tuple[Rank, ...]) -> tuple[Seat, ...]:

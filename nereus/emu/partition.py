@@ -17,17 +17,18 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus.emu.layout import Layout, Piece, Position, shard_at
+from nereus.emu.layout import Layout, Piece, Position, Seat, Shard, shard_at
 from nereus.emu.tensor import Box, ModelSpec, TensorSpec, box_size
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-Cut = tuple[int, tuple[int, ...]]  # (tp, layers of every stage): a layout without its ranks
+Grid = tuple[int, int]  # (tp, slices): how the tensor axis is divided
+Cut = tuple[int, tuple[int, ...], int]  # (tp, layers of every stage, slices): a layout without its ranks
 
 
 def cut_of(layout: Layout) -> Cut:
     """The layout without its ranks."""
-    return layout.tp, layout.layers
+    return layout.tp, layout.layers, layout.slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,16 @@ class TensorClass:
         return 0 if self.place == "first" else num_layers + 1
 
 
+def exemplar_shard(exemplar: ModelSpec, seat: Seat) -> Shard:
+    """What a seat holds of a one-layer model."""
+    tp, slices, place = seat
+    return shard_at(exemplar, tp, (1,), Position(pp=0, tp=place // slices, slice=place % slices), slices)
+
+
 @lru_cache(maxsize=4096)
-def pieces_at(exemplar: ModelSpec, tp: int, position: int) -> dict[str, tuple[Piece, ...]]:
-    """A class's pieces at a tensor-parallel position, by logical name."""
-    held = shard_at(exemplar, tp, (1,), Position(pp=0, tp=position))
+def pieces_at(exemplar: ModelSpec, seat: Seat) -> dict[str, tuple[Piece, ...]]:
+    """A class's pieces at a place on the tensor axis, by logical name."""
+    held = exemplar_shard(exemplar, seat)
     out: dict[str, tuple[Piece, ...]] = {}
     for piece in held.pieces:
         out[piece.logical] = (*out.get(piece.logical, ()), piece)
@@ -130,19 +137,21 @@ def cell_rows(box: Box) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Atoms:
-    """The cells of a class by holders. `held[tp]` is [tp, num_atoms]; `num_elements` is for one instance."""
+    """The cells of a class by holders. `held[tp, slices]` is [tp * slices, num_atoms]; `num_elements` is for
+    one instance.
+    """
 
     cells: tuple[tuple[Cell, ...], ...]
     num_elements: Ints
-    held: dict[int, Bools]
+    held: dict[Grid, Bools]
 
 
 @lru_cache(maxsize=256)
-def _atoms(exemplar: ModelSpec, tps: tuple[int, ...]) -> Atoms:
+def _atoms(exemplar: ModelSpec, grids: tuple[Grid, ...]) -> Atoms:
     cells: list[Cell] = []
     columns: list[Bools] = []
-    holders = [(tp, position) for tp in tps for position in range(tp)]
-    held_pieces = [pieces_at(exemplar, tp, position) for tp, position in holders]
+    holders = [(tp, slices, place) for tp, slices in grids for place in range(tp * slices)]
+    held_pieces = [pieces_at(exemplar, seat) for seat in holders]
     for slot, spec in enumerate(exemplar.tensors):
         pieces = [(row, piece) for row, by in enumerate(held_pieces) for piece in by.get(spec.name, ())]
         edges = [
@@ -159,21 +168,21 @@ def _atoms(exemplar: ModelSpec, tps: tuple[int, ...]) -> Atoms:
         bounds = [list(zip(edge[:-1].tolist(), edge[1:].tolist(), strict=True)) for edge in edges]
         cells += [Cell(slot, box) for box in product(*bounds)]
         columns.append(grid.reshape(len(holders), -1))
-    return _group(cells, np.concatenate(columns, axis=1), tps)
+    return _group(cells, np.concatenate(columns, axis=1), grids)
 
 
-def _group(cells: list[Cell], held: Bools, tps: tuple[int, ...]) -> Atoms:
+def _group(cells: list[Cell], held: Bools, grids: tuple[Grid, ...]) -> Atoms:
     keys = np.packbits(held, axis=0).T
     members: dict[bytes, list[int]] = {}
     for index, key in enumerate(keys):
         members.setdefault(key.tobytes(), []).append(index)
     atoms = [tuple(cells[i] for i in indices) for indices in members.values()]
     columns = held[:, [indices[0] for indices in members.values()]]
-    starts = np.cumsum([0, *tps])
+    starts = np.cumsum([0, *(tp * slices for tp, slices in grids)])
     return Atoms(
         cells=tuple(atoms),
         num_elements=np.array([sum(box_size(cell.box) for cell in atom) for atom in atoms], dtype=np.int64),
-        held={tp: columns[lo:hi] for tp, lo, hi in zip(tps, starts, starts[1:], strict=False)},
+        held={grid: columns[lo:hi] for grid, lo, hi in zip(grids, starts, starts[1:], strict=False)},
     )
 
 
@@ -207,7 +216,7 @@ class Block:
 class Partition:
     """Blocks that the layouts of `held` hold as a whole.
 
-    `num_elements[b]` are those of a block. `held[cut]` is [pp * tp, num_blocks] in layout order.
+    `num_elements[b]` are those of a block. `held[cut]` is [pp * tp * slices, num_blocks] in layout order.
     """
 
     classes: tuple[TensorClass, ...]
@@ -232,14 +241,14 @@ def _stages(kind: TensorClass, layers: tuple[int, ...]) -> Bools:
 @lru_cache(maxsize=256)
 def partition(model: ModelSpec, cuts: tuple[Cut, ...]) -> Partition:
     """The blocks of a model under these cuts, which must be sorted and distinct (for the cache)."""
-    tps = tuple(sorted({tp for tp, _ in cuts}))
-    splits = tuple(sorted({layers for _, layers in cuts}))
+    grids = tuple(sorted({(tp, slices) for tp, _, slices in cuts}))
+    splits = tuple(sorted({layers for _, layers, _ in cuts}))
     blocks: list[Block] = []
     sizes: list[Ints] = []
     held: dict[Cut, list[Bools]] = {cut: [] for cut in cuts}
     kinds = classes_of(model)
     for number, kind in enumerate(kinds):
-        atoms = _atoms(kind.exemplar, tps)
+        atoms = _atoms(kind.exemplar, grids)
         stages = {layers: _stages(kind, layers) for layers in splits}
         segments: dict[bytes, list[int]] = {}
         for instance, key in enumerate(np.concatenate(list(stages.values()), axis=1)):
@@ -247,10 +256,10 @@ def partition(model: ModelSpec, cuts: tuple[Cut, ...]) -> Partition:
         for instances in segments.values():
             blocks += [Block(number, tuple(instances), cells) for cells in atoms.cells]
             sizes.append(atoms.num_elements * len(instances))
-            for tp, layers in cuts:
+            for tp, layers, slices in cuts:
                 stage = stages[layers][instances[0]]
-                rows = stage[:, None, None] & atoms.held[tp][None]
-                held[tp, layers].append(rows.reshape(len(layers) * tp, -1))
+                rows = stage[:, None, None] & atoms.held[tp, slices][None]
+                held[tp, layers, slices].append(rows.reshape(len(layers) * tp * slices, -1))
     return Partition(
         classes=kinds,
         blocks=tuple(blocks),

@@ -10,7 +10,7 @@ ever derive a position from sorted ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import numpy as np
@@ -44,11 +44,14 @@ def place(
     *,
     pinned: Collection[Rank] = (),
     lost: Collection[Rank] = (),
+    also: Callable[[Sequence[Rank]], Floats] | None = None,
 ) -> tuple[Unit, ...]:
     """The new units on the same ranks as given, permuted for the largest overlap with the old units.
 
     A tensor-parallel group with a rank of `pinned` stays as given; `lost` ranks hold nothing. A group larger
     than any node, or one that the nodes' remaining ranks cannot hold, takes what is left, across nodes.
+    `also` gives for ranks the overlap [positions, ranks] of another state that moves along, in elements of
+    this one.
     """
     positions = [rank for unit in new for rank in unit.layout.ranks]
     groups = _groups(new)
@@ -60,6 +63,8 @@ def place(
     have = holdings(part, old, everyone)
     have[[rank in lost for rank in everyone]] = False
     weight = _weights(part, have[[everyone.index(rank) for rank in ranks]], new, ranks, positions)
+    if also is not None:
+        weight += also(ranks) * (len(positions) + 1)
     chosen = dict(enumerate(positions))
     nodes = topology.nodes_of(ranks)
     for index, column in _better(weight, _assign(weight, free, nodes), _given(free, positions, ranks), nodes):

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from nereus.emu.layout import Position, shard_at
-from nereus.emu.partition import Block, Cell, Partition, cell_rows, pieces_at
+from nereus.emu.layout import Seat
+from nereus.emu.partition import Block, Cell, Partition, cell_rows, exemplar_shard, pieces_at
 from nereus.emu.rank_plan import Region, Side
 from nereus.emu.tensor import Box, ModelSpec, box_size
-
-Seat = tuple[int, int]  # (tp, position on the tensor-parallel axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +42,8 @@ class Stored:
 
 
 @lru_cache(maxsize=1024)
-def _shapes(exemplar: ModelSpec, tp: int, position: int) -> dict[str, tuple[int, ...]]:
-    held = shard_at(exemplar, tp, (1,), Position(pp=0, tp=position))
-    return {tensor.name: tensor.shape for tensor in held.tensors}
+def _shapes(exemplar: ModelSpec, seat: Seat) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in exemplar_shard(exemplar, seat).tensors}
 
 
 def is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
@@ -62,15 +59,15 @@ def is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
 @lru_cache(maxsize=65536)
 def stored_at(exemplar: ModelSpec, name: str, box: Box, seat: Seat) -> Stored:
     """Where a seat stores a box that it holds entirely within one piece."""
-    for number, piece in enumerate(pieces_at(exemplar, *seat).get(name, ())):
+    for number, piece in enumerate(pieces_at(exemplar, seat).get(name, ())):
         if all(a <= lo and hi <= b for (a, b), (lo, hi) in zip(piece.box, box, strict=True)):
             inner = tuple(
                 (start + lo - a, start + hi - a)
                 for (start, _), (a, _), (lo, hi) in zip(piece.stored, piece.box, box, strict=True)
             )
-            shape = _shapes(exemplar, *seat)[piece.physical]
+            shape = _shapes(exemplar, seat)[piece.physical]
             return Stored(number, piece.physical, inner, is_contiguous(inner, shape))
-    raise AssertionError(f"I8: {name}{list(box)} is no part of a piece at tp={seat[0]} position {seat[1]}")
+    raise AssertionError(f"I8: {name}{list(box)} is no part of a piece at (tp, slices, place) {seat}")
 
 
 def region_of(part: Partition, piece: Part, seat: Seat, side: Side) -> Region:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from nereus.emu.kinds import Kinds
-from nereus.emu.partition import classes_of
+from nereus.emu.partition import Cut, classes_of, cut_of, pieces_at
 from nereus.emu.tensor import ModelSpec, box_size
 from nereus.emu.unit import Unit
 
@@ -17,14 +17,14 @@ Sizes = Callable[[Unit], tuple[int, ...]]
 
 def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:
     """Sizes of units of these models. Equal to what `shard` lists, without listing it."""
-    known: dict[tuple[str, int, tuple[int, ...]], tuple[Kinds, tuple[int, ...]]] = {}
+    known: dict[tuple[str, Cut], tuple[Kinds, tuple[int, ...]]] = {}
 
     def sizes(unit: Unit) -> tuple[int, ...]:
-        layout = unit.layout
-        key = (unit.id.model_stage, layout.tp, layout.layers)
+        cut = cut_of(unit.layout)
+        key = (unit.id.model_stage, cut)
         found = known.get(key)
         if found is None or not (found[0] is unit.kinds or found[0] == unit.kinds):
-            amounts = _sizes(models[unit.model], layout.tp, layout.layers, unit.bytes_per_element)
+            amounts = _sizes(models[unit.model], cut, unit.bytes_per_element)
             found = known[key] = (unit.kinds, amounts)
         return found[1]
 
@@ -32,10 +32,11 @@ def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:
 
 
 @lru_cache(maxsize=4096)
-def _sizes(model: ModelSpec, tp: int, layers: tuple[int, ...], width: int) -> tuple[int, ...]:
-    elements = [[0] * tp for _ in layers]
+def _sizes(model: ModelSpec, cut: Cut, width: int) -> tuple[int, ...]:
+    tp, layers, slices = cut
+    elements = [[0] * (tp * slices) for _ in layers]
     for kind in classes_of(model):
-        each = _elements(kind.exemplar, tp)
+        each = _elements(kind.exemplar, tp) if slices == 1 else _sliced_elements(kind.exemplar, tp, slices)
         lo = 0
         for stage, num_layers in enumerate(layers):
             if kind.place == "layer":
@@ -44,7 +45,7 @@ def _sizes(model: ModelSpec, tp: int, layers: tuple[int, ...], width: int) -> tu
                 is_home = stage == (0 if kind.place == "first" else len(layers) - 1)
                 copies = is_home or (kind.tied and stage == len(layers) - 1)
             lo += num_layers
-            for position in range(tp):
+            for position in range(tp * slices):
                 elements[stage][position] += copies * each[position]
     return tuple(count * width for row in elements for count in row)
 
@@ -61,4 +62,17 @@ def _elements(exemplar: ModelSpec, tp: int) -> tuple[int, ...]:
             for spec in exemplar.tensors
         )
         for position in range(tp)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _sliced_elements(exemplar: ModelSpec, tp: int, slices: int) -> tuple[int, ...]:
+    """Stored elements of one instance of a class at every place of the tensor axis."""
+    return tuple(
+        sum(
+            box_size(piece.box)
+            for held in pieces_at(exemplar, (tp, slices, place)).values()
+            for piece in held
+        )
+        for place in range(tp * slices)
     )

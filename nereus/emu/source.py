@@ -41,5 +41,5 @@ def fill(state: ShardState, source: LogicalSource, kinds: Mapping[str, str]) -> 
     """
     for kind, source_kind in kinds.items():
         arena = state[kind]
-        for piece in state.shard.pieces:
+        for piece in arena.shard.pieces:
             arena.piece(piece).copy_(source.read(source_kind, piece.logical, piece.box))

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from nereus.emu.layout import Rank
+from nereus.emu.layout import Rank, Seat
 from nereus.emu.partition import cell_rows
 from nereus.emu.rank_plan import Mode
-from nereus.emu.regions import Part, Seat, parts_of, rows_of
+from nereus.emu.regions import Part, parts_of, rows_of
 from nereus.emu.sources import Route
 
 if TYPE_CHECKING:

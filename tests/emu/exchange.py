@@ -36,17 +36,23 @@ def logical_values(model: ModelSpec, kind: str) -> dict[str, Array]:
 def built(model: ModelSpec, unit: Unit, rank: Rank) -> Store:
     """The rank's shard filled straight from the definition; not to be written to."""
     names = tuple(kind.name for kind in unit.kinds)
-    return _built(model, names, unit.layout.tp, unit.layout.layers, unit.layout.position(rank))
+    layout = unit.layout
+    return _built(model, names, layout.tp, layout.layers, layout.position(rank), layout.slices)
 
 
 @lru_cache(maxsize=256)
 def _built(
-    model: ModelSpec, kinds: tuple[str, ...], tp: int, layers: tuple[int, ...], position: Position
+    model: ModelSpec,
+    kinds: tuple[str, ...],
+    tp: int,
+    layers: tuple[int, ...],
+    position: Position,
+    num_slices: int,
 ) -> Store:
     out: Store = {}
     for kind in kinds:
         values = logical_values(model, kind)
-        for tensor in shard_at(model, tp, layers, position).tensors:
+        for tensor in shard_at(model, tp, layers, position, num_slices).tensors:
             array = np.zeros(tensor.shape, dtype=np.int64)
             for piece in tensor.pieces:
                 array[slices(piece.stored)] = values[piece.logical][slices(piece.box)]

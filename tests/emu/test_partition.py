@@ -21,7 +21,8 @@ from tests.emu.test_layout import random_layout
 def random_partition(seed: int) -> tuple[ModelSpec, Partition, list[Cut]]:
     rng = random.Random(seed)
     model = random_model(rng)
-    cuts = sorted({(each.tp, each.layers) for each in (random_layout(rng, model) for _ in range(3))})
+    layouts = [random_layout(rng, model) for _ in range(3)]
+    cuts = sorted({(each.tp, each.layers, rng.choice([1, 1, 2, 3])) for each in layouts})
     return model, partition(model, tuple(cuts)), cuts
 
 
@@ -44,15 +45,17 @@ def test_blocks_cover_every_element_once(seed: int) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_position_holds_exactly_the_elements_of_its_blocks(seed: int) -> None:
     model, part, cuts = random_partition(seed)
-    for tp, layers in cuts:
-        for row in range(tp * len(layers)):
+    for tp, layers, num_slices in cuts:
+        for row in range(tp * len(layers) * num_slices):
             held = {spec.name: np.zeros(spec.shape, dtype=bool) for spec in model.tensors}
-            for number in np.flatnonzero(part.held[tp, layers][row]):
+            for number in np.flatnonzero(part.held[tp, layers, num_slices][row]):
                 block = part.blocks[number]
                 for instance, cell in block.items():
                     held[part.classes[block.kind].names[instance][cell.slot]][slices(cell.box)] = True
             want = {spec.name: np.zeros(spec.shape, dtype=bool) for spec in model.tensors}
-            for piece in shard_at(model, tp, layers, Position(pp=row // tp, tp=row % tp)).pieces:
+            place, part_of = divmod(row, num_slices)
+            at = Position(pp=place // tp, tp=place % tp, slice=part_of)
+            for piece in shard_at(model, tp, layers, at, num_slices).pieces:
                 want[piece.logical][slices(piece.box)] = True
             assert all(np.array_equal(held[name], want[name]) for name in want)
 
@@ -70,7 +73,9 @@ def test_the_number_of_blocks_does_not_grow_with_the_layers() -> None:
         )
         half, quarter = num_layers // 2, num_layers // 4
         return len(
-            partition(decoder_spec(config), ((4, (quarter,) * 4), (8, (half, num_layers - half)))).blocks
+            partition(
+                decoder_spec(config), ((4, (quarter,) * 4, 1), (8, (half, num_layers - half), 1))
+            ).blocks
         )
 
     assert blocks(8) == blocks(80)
@@ -97,7 +102,7 @@ def test_layers_of_unequal_geometry_are_classes_of_their_own() -> None:
     )
     layers = [kind.layers for kind in classes_of(mixed) if kind.place == "layer"]
     assert layers == [(0, 2), (1, 3)]
-    assert partition(mixed, ((2, (3, 1)),)).num_elements.sum() == mixed.num_elements
+    assert partition(mixed, ((2, (3, 1), 1),)).num_elements.sum() == mixed.num_elements
 
 
 @settings(max_examples=60, deadline=None)
