@@ -23,7 +23,8 @@ from nereus.emu.checkpoint.source import Checkpoint
 from nereus.emu.cluster import Call, Cluster
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import RankPlan
-from nereus.emu.stage import FromCheckpoint, StageSpec
+from nereus.emu.stage import FromCheckpoint, FromMemory, StageSpec
+from nereus.planner.backoff import BackOff
 from nereus.record.listener import Listener, current_listener
 from nereus.record.metrics import MetricsLog
 from nereus.record.step import StepRecord
@@ -98,7 +99,9 @@ class Job:
     measured: Measured | None = None
     """What the last step showed; None before the first one and after a recovery."""
     target: Mapping[str, StageSpec] | None = None
-    """The model-stages of the transition that was admitted last."""
+    """The model-stages to move to, of the transition that was asked for last."""
+    back_off: BackOff | None = None
+    """The plan to which the last transition was aborted, and until when it is not tried again."""
 
     @property
     def config(self) -> CampaignConfig:
@@ -221,7 +224,8 @@ def counted_steps(stages: Mapping[str, StageSpec]) -> dict[str, int]:
 def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank, RankPlan] | None:
     """Build every model-stage on its workers, hand out the weight-sync plan, and sync once.
 
-    Returns the plan by rank, or None where generation shares the training units' weights.
+    Generation that a transition has moved needs no sync: it holds the weights of the last one. Returns the
+    plan by rank, or None where generation shares the training units' weights.
     """
     for spec in stages.values():
         cluster.run(dict.fromkeys(cluster.ranks, Call("build", (spec,))), what=f"build {spec.name}")
@@ -231,7 +235,8 @@ def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank
     plans = plan_weight_sync(training, generation)
     held = {rank: Call("hold_sync_plan", (training.name, plan)) for rank, plan in plans.items()}
     cluster.run(held, what="hold the weight sync's plan")
-    cluster.run(sync_calls(plans), what="publish")
+    if not isinstance(generation.origin, FromMemory):
+        cluster.run(sync_calls(plans), what="publish")
     return plans
 
 
