@@ -3,21 +3,10 @@
 Letters: m tokens, c tokens of one chunk, h hidden, v this rank's part of the vocabulary, r ranks of the
 tensor-parallel group.
 
-Each rank makes logits z of its own part, a bounded number of tokens at a time, takes their log-softmax within
-the part, l = z - lse_r, and keeps four numbers a token:
-
-    lse_r     hit_r = l[target], or 0     has_r = 1 where the target is in the part     mean_r = sum exp(l) l
-
-One all-gather of [m, 4] joins them, so no logits cross ranks and their number does not set the peak memory:
-
-    lse = log sum_r exp(lse_r)      shift_r = lse_r - lse
-    log p(target) = sum_r has_r (hit_r + shift_r)      entropy = - sum_r exp(shift_r) (mean_r + shift_r)
-
-Backward, with p = exp(l + shift_r) and upstream gradients g (log-probability) and e (entropy):
-
-    dz = g (onehot(target) - p) - e p (log p + entropy)
-
-Few logits are kept for it (`KEEP_BYTES`); many are made again, chunk by chunk.
+Each rank turns its part into four numbers a token (`nereus.kernels.vocabulary`), on a GPU without making
+logits at all, elsewhere a bounded number of tokens at a time. One all-gather of [m, 4] joins them, so no
+logits cross ranks and their number does not set the peak memory. Few logits are kept for the backward pass
+(`KEEP_BYTES`, on CPUs); many are made again, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -32,6 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nereus.emu.engines.torch.product import product
+from nereus.kernels.dispatch import runs_triton
+from nereus.kernels.vocabulary import LEAST, join, local_columns, logit_gradient_, part_numbers
 
 KEEP_BYTES = 256 << 20  # float32 logits kept from the forward to the backward pass at most
 CHUNK_BYTES = 64 << 20  # float32 logits made at once where there are more
@@ -50,18 +41,15 @@ class _Head:
         z_cv = product(x_ch, weight_vh).float()
         return z_cv if self.temperature == 1.0 else z_cv.div_(self.temperature)
 
-    def local(self, targets_c: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
-        """Columns of the targets in this part [c, 1], and which of them lie in it [c]."""
-        columns_c = targets_c - self.start
-        inside_c = (columns_c >= 0) & (columns_c < num_local)
-        return columns_c.masked_fill(~inside_c, 0).unsqueeze(1), inside_c
+
+def _may_keep(num_tokens: int, num_local: int) -> bool:
+    return 4 * num_tokens * num_local <= KEEP_BYTES
 
 
-def _chunks(num_tokens: int, num_local: int) -> tuple[bool, Iterator[slice]]:
-    """Whether all logits may be kept, and the chunks: one if so."""
-    keep = 4 * num_tokens * num_local <= KEEP_BYTES
-    rows = max(1, num_tokens if keep else CHUNK_BYTES // (4 * num_local))
-    return keep, (slice(lo, min(num_tokens, lo + rows)) for lo in range(0, num_tokens, rows))
+def _chunks(num_tokens: int, num_local: int, *, keep: bool) -> Iterator[slice]:
+    """The tokens in chunks whose logits are bounded; in one where all logits are kept."""
+    rows = max(1, num_tokens if keep else CHUNK_BYTES // (4 * max(1, num_local)))
+    return (slice(lo, min(num_tokens, lo + rows)) for lo in range(0, num_tokens, rows))
 
 
 def _numbers(
@@ -70,71 +58,74 @@ def _numbers(
     """Write one chunk's four numbers; returns its log-softmax within the part, [c, v]."""
     z_cv = head.logits(x_ch, weight_vh)
     if z_cv.shape[1] == 0:  # more ranks than rows of the vocabulary; a finite number keeps 0 * lse at 0
-        out_c4[:, 0] = torch.finfo(torch.float32).min
+        out_c4[:, 0] = LEAST
         return z_cv
     logprobs_cv = z_cv.log_softmax(dim=1)
-    columns_c1, inside_c = head.local(targets_c, z_cv.shape[1])
+    columns_c, inside_c = local_columns(targets_c, head.start, z_cv.shape[1])
     out_c4[:, 0] = z_cv[:, 0] - logprobs_cv[:, 0]
-    out_c4[:, 1] = logprobs_cv.gather(1, columns_c1).squeeze(1)
+    out_c4[:, 1] = logprobs_cv.gather(1, columns_c[:, None]).squeeze(1)
     out_c4[:, 2] = inside_c
     if entropy:
         out_c4[:, 3] = torch.linalg.vecdot(torch.exp(logprobs_cv, out=z_cv), logprobs_cv)
     return logprobs_cv
 
 
-def _join(own_m4: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability and entropy of every token from all ranks' numbers, and this rank's shift; [m] each."""
+def _all_parts(own_m4: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The numbers of every rank; [r, m, 4]."""
     if group is None:
-        parts_rm4 = own_m4.unsqueeze(0)
-    else:
-        parts = [torch.empty_like(own_m4) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own_m4, group=group)
-        parts_rm4 = torch.stack(parts)
-    lse_rm, hit_rm, has_rm, mean_rm = parts_rm4.unbind(dim=-1)
-    lse_m = lse_rm.logsumexp(dim=0)
-    shift_rm = lse_rm - lse_m
-    logprobs_m = (has_rm * (hit_rm + shift_rm)).sum(dim=0)
-    entropy_m = -(shift_rm.exp() * (mean_rm + shift_rm)).sum(dim=0)
-    return logprobs_m, entropy_m, own_m4[:, 0] - lse_m
+        return own_m4.unsqueeze(0)
+    parts = [torch.empty_like(own_m4) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own_m4, group=group)
+    return torch.stack(parts)
 
 
-def _forward(
-    x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probabilities, entropies, this rank's shifts, and all log-softmaxes where they may be kept."""
-    own_m4 = torch.zeros(len(x_mh), 4, dtype=torch.float32, device=x_mh.device)
-    keep, chunks = _chunks(len(x_mh), len(weight_vh))
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Log-probability, entropy and log-sum-exp over the whole vocabulary, [m] each; and, for the backward
+    pass, all log-softmaxes within the part with what their own log-sum-exp lacks, where they may be kept.
+    """
+
+    logprobs_m: Tensor
+    entropy_m: Tensor
+    lse_m: Tensor
+    kept_mv: Tensor | None
+    lacks_m: Tensor
+
+
+def _forward(x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, entropy: bool) -> _Joined:
     kept_mv: Tensor | None = None
-    for rows in chunks:
-        part_cv = _numbers(x_mh[rows], weight_vh, targets_m[rows], head, entropy, own_m4[rows])
-        kept_mv = part_cv if keep else None
-    return *_join(own_m4, head.group), kept_mv
+    if runs_triton(x_mh):
+        own_m4 = part_numbers(
+            x_mh, weight_vh, targets_m, start=head.start, temperature=head.temperature, entropy=entropy
+        )
+    else:
+        own_m4 = torch.zeros(len(x_mh), 4, dtype=torch.float32, device=x_mh.device)
+        keep = _may_keep(len(x_mh), len(weight_vh))
+        for rows in _chunks(len(x_mh), len(weight_vh), keep=keep):
+            part_cv = _numbers(x_mh[rows], weight_vh, targets_m[rows], head, entropy, own_m4[rows])
+            kept_mv = part_cv if keep else None
+    logprobs_m, entropy_m, lse_m = join(_all_parts(own_m4, head.group))
+    return _Joined(logprobs_m, entropy_m, lse_m, kept_mv, lse_m - own_m4[:, 0])
 
 
 def _backward(ctx: Any, grad_m: Tensor, grad_entropy_m: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's part: of the hidden states, not yet summed over ranks, and of the weight."""
-    x_mh, weight_vh, targets_m, shift_m, entropy_m = ctx.saved_tensors
+    x_mh, weight_vh, targets_m, lse_m, entropy_m = ctx.saved_tensors
     head: _Head = ctx.head
     grad_x_mh = torch.empty_like(x_mh)
     grad_weight_vh: Tensor | None = None
-    for rows in _chunks(len(x_mh), len(weight_vh))[1]:
-        grad_c1 = grad_m[rows, None]
-        logprobs_cv = ctx.kept_mv
-        if logprobs_cv is None:
-            logprobs_cv = head.logits(x_mh[rows], weight_vh).log_softmax(dim=1)
-        if head.group is not None:
-            logprobs_cv.add_(shift_m[rows, None])
-        if ctx.entropy:
-            factor_cv = (logprobs_cv + entropy_m[rows, None]).mul_(-grad_entropy_m[rows, None])
-            grad_z_cv = logprobs_cv.exp_().mul_(factor_cv.sub_(grad_c1))
-        else:
-            grad_z_cv = logprobs_cv.exp_().mul_(-grad_c1)
-        if len(weight_vh):
-            columns_c1, inside_c = head.local(targets_m[rows], len(weight_vh))
-            grad_z_cv.scatter_add_(1, columns_c1, grad_c1 * inside_c[:, None])
-        if head.temperature != 1.0:
-            grad_z_cv.div_(head.temperature)
-        narrow_cv = grad_z_cv.to(x_mh.dtype)
+    for rows in _chunks(len(x_mh), len(weight_vh), keep=ctx.kept_mv is not None):
+        z_cv = head.logits(x_mh[rows], weight_vh) if ctx.kept_mv is None else ctx.kept_mv
+        narrow_cv = logit_gradient_(
+            z_cv,
+            lse_m[rows],
+            targets_m[rows],
+            grad_m[rows],
+            entropy_m[rows] if ctx.entropy else None,
+            grad_entropy_m[rows] if ctx.entropy else None,
+            start=head.start,
+            temperature=head.temperature,
+        ).to(x_mh.dtype)
         grad_x_mh[rows] = product(narrow_cv, weight_vh.t())
         part_vh = product(narrow_cv.t(), x_mh[rows].t()).float()
         grad_weight_vh = part_vh if grad_weight_vh is None else grad_weight_vh.add_(part_vh)
@@ -148,10 +139,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logprobs_m, entropy_m, shift_m, ctx.kept_mv = _forward(x_mh, weight_vh, targets_m, head, entropy)
-        ctx.head, ctx.entropy = head, entropy
-        ctx.save_for_backward(x_mh, weight_vh, targets_m, shift_m, entropy_m)
-        return logprobs_m, entropy_m
+        joined = _forward(x_mh, weight_vh, targets_m, head, entropy)
+        ctx.head, ctx.entropy, ctx.kept_mv = head, entropy, joined.kept_mv
+        lse_m = joined.lse_m if joined.kept_mv is None else joined.lacks_m
+        ctx.save_for_backward(x_mh, weight_vh, targets_m, lse_m, joined.entropy_m)
+        return joined.logprobs_m, joined.entropy_m
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -183,5 +175,6 @@ def token_logprobs(
     if torch.is_grad_enabled():
         logprobs_m, entropy_m = _TokenLogprobs.apply(x_mh, weight_vh, targets_m, head, entropy)  # type: ignore[no-untyped-call]
     else:
-        logprobs_m, entropy_m, _, _ = _forward(x_mh, weight_vh, targets_m, head, entropy)
+        joined = _forward(x_mh, weight_vh, targets_m, head, entropy)
+        logprobs_m, entropy_m = joined.logprobs_m, joined.entropy_m
     return logprobs_m, entropy_m if entropy else None
