@@ -16,6 +16,7 @@ from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Layout, shard
 from nereus.emu.reshard import ReshardPlan, plan_reshard
+from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit, UnitId
 
 # 16 M parameters, 14 bytes each: bf16 weights, fp32 master and Adam moments. Every tensor divides evenly by
@@ -79,7 +80,8 @@ def plan_of(case: Case, *, contiguous: bool = False) -> ReshardPlan:
     old = units(case.old, 0)
     grows = case.old[:2] == case.new[:2] and case.new[2] > case.old[2]
     new = units(case.new, 0 if grows else 100)
-    return plan_reshard(MODEL, old, new, placement="as_given" if contiguous else "max_overlap")
+    here = Topology.single_node(case.processes, node_reads=True)
+    return plan_reshard(MODEL, old, new, topology=here, placement="as_given" if contiguous else "max_overlap")
 
 
 _DTYPES: Mapping[str, torch.dtype] = {kind.name: TORCH_DTYPE[kind.dtype] for kind in KINDS}

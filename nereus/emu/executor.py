@@ -8,14 +8,15 @@
         free the chunk's old tensors                                       bounded
 
 A region that is one run of memory and needs no cast goes from and into live storage; any other passes
-through a pooled buffer. Each end decides that for itself: the bytes on the wire are the same.
+through a pooled buffer. Between ranks that read each other's memory most strided regions are moved from and
+into live storage, too. Each end decides that for itself: the bytes on the wire are the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,17 @@ from nereus.emu.layout import Rank
 from nereus.emu.loose import LooseArena
 from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Transfer
 from nereus.emu.staging import StagingPool
-from nereus.emu.transport.protocol import Channel, Deadline, Operation, Pending, Receive, Send, Transport
+from nereus.emu.transport.protocol import (
+    Channel,
+    Deadline,
+    Fetch,
+    Offer,
+    Operation,
+    Pending,
+    Receive,
+    Send,
+    Transport,
+)
 from nereus.errors import InvalidOperation, TransportError, explain
 
 
@@ -99,29 +110,6 @@ class Executor:
         return self.transport.open(plan.ranks, epoch=epoch, digest=plan.digest, deadline=deadline)
 
 
-def sync(
-    plan: RankPlan,
-    source: ShardState | None,
-    destination: ShardState | None,
-    transport: Transport,
-    *,
-    epoch: int,
-    deadline_s: float,
-) -> int:
-    """Move weights from a training shard to a generation shard, cast on the fly; returns the bytes sent.
-
-    Collective over `plan.ranks`. The channel stays open, so the next sync of the same epoch and plan starts
-    at once. Raises TransportError as `Executor.run` does; take a new epoch then.
-    """
-    state = source or destination
-    if state is None:
-        return 0
-    device = next(iter(state.arenas.values())).device
-    executor = Executor(transport, device)
-    report = executor.run(plan, source, destination, epoch=epoch, deadline=Deadline.after(deadline_s))
-    return report.sent_bytes
-
-
 Pairs = list[tuple[Tensor, Tensor]]  # a view of live storage, and its slot in a staging buffer
 
 
@@ -175,24 +163,33 @@ class _Run:
                 arena.free(chunk.frees)
 
     def _launch(self, turn: Round) -> list[_Landing]:
-        assert self.channel is not None, "a rank with messages is in the plan's ranks"
+        channel = self.channel
+        assert channel is not None, "a rank with messages is in the plan's ranks"
         operations: list[Operation] = []
         rest: list[tuple[Tensor | None, Pairs]] = []
         for message in turn.receives:
+            self.received_bytes += message.num_bytes
+            if channel.reads(message.peer):
+                views, staging, pairs = self._views(message, channel.fills)
+                operations.append(Fetch(message.peer, views))
+                rest.append((staging, pairs))
+                continue
             for transfers, direct in _parts(message):
                 buffer, staging, pairs = self._buffer(transfers, direct)
                 operations.append(Receive(message.peer, buffer))
                 rest.append((staging, pairs))
-                self.received_bytes += buffer.numel()
         for message in turn.sends:
+            self.sent_bytes += message.num_bytes
+            if channel.reads(message.peer):
+                views, staging, pairs = self._views(message, channel.lends)
+                operations.append(Offer(message.peer, views))
+                rest.append((staging, _packed(pairs)))
+                continue
             for transfers, direct in _parts(message):
                 buffer, staging, pairs = self._buffer(transfers, direct)
-                for live, slot in pairs:
-                    slot.copy_(live)
                 operations.append(Send(message.peer, buffer))
-                rest.append((staging, []))
-                self.sent_bytes += buffer.numel()
-        pending = self.channel.post(operations)
+                rest.append((staging, _packed(pairs)))
+        pending = channel.post(operations)
         return [_Landing(p, staging, unpack) for p, (staging, unpack) in zip(pending, rest, strict=True)]
 
     def _land(self, landings: Iterable[_Landing]) -> None:
@@ -209,6 +206,26 @@ class _Run:
         views = [(self._at(t.region, t.kind.name), self._wire(t.move)) for t in transfers]
         if direct and transfers[0].region.contiguous and views[0][0].dtype == views[0][1]:
             return views[0][0].view(-1).view(torch.uint8), None, []
+        staging, pairs = self._stage(views)
+        return staging, staging, pairs
+
+    def _views(
+        self, message: Message, in_place: Callable[[Tensor], bool]
+    ) -> tuple[tuple[Tensor, ...], Tensor | None, Pairs]:
+        """What a message is read from or into: live views where that serves, slots of a buffer otherwise."""
+        transfers = (*message.direct, *message.packed)
+        views = [(self._at(t.region, t.kind.name), self._wire(t.move)) for t in transfers]
+        live = [view.dtype == wire and in_place(view) for view, wire in views]
+        if all(live):
+            return tuple(view for view, _ in views), None, []
+        # Widest first keeps every slot of the buffer aligned.
+        staged = sorted((i for i, lies in enumerate(live) if not lies), key=lambda i: -views[i][1].itemsize)
+        staging, pairs = self._stage([views[i] for i in staged])
+        slots = {i: slot for i, (_, slot) in zip(staged, pairs, strict=True)}
+        return tuple(slots.get(i, view) for i, (view, _) in enumerate(views)), staging, pairs
+
+    def _stage(self, views: Sequence[tuple[Tensor, torch.dtype]]) -> tuple[Tensor, Pairs]:
+        """A buffer with a slot for every view, in the dtype of the wire."""
         staging = self.pool.take(sum(view.numel() * wire.itemsize for view, wire in views))
         self._staging_bytes += staging.numel()
         self.peak_staging_bytes = max(self.peak_staging_bytes, self._staging_bytes)
@@ -218,7 +235,7 @@ class _Run:
             end = at + view.numel() * wire.itemsize
             pairs.append((view, staging[at:end].view(wire).view(view.shape)))
             at = end
-        return staging, staging, pairs
+        return staging, pairs
 
     def _wire(self, move: KindMove) -> torch.dtype:
         """The dtype on the wire; the plan keeps its few moves alive, so their identity is a key."""
@@ -243,6 +260,13 @@ class _Run:
         states = {id(state): state for state in (self.old, self.new) if state is not None}
         held = sum(state.num_bytes for state in states.values())
         self.peak_state_bytes = max(self.peak_state_bytes, held)
+
+
+def _packed(pairs: Pairs) -> Pairs:
+    """Fill the slots; nothing is left to unpack."""
+    for live, slot in pairs:
+        slot.copy_(live)
+    return []
 
 
 def _parts(message: Message) -> Iterable[tuple[tuple[Transfer, ...], bool]]:

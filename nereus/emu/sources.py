@@ -74,10 +74,12 @@ def choose_routes(
     """Routes that bring every `remote` block to its rank exactly once. Deterministic.
 
     `have` and `remote` are [ranks, blocks]: what a rank holds, and what it needs and lacks. Bundles of at
-    least `relay_elements` are relayed when they are demanded more often than held. Every remote block must be
-    held by some rank.
+    least `relay_elements` are relayed when they are demanded more often than held, except on one node whose
+    ranks read one another's memory. Every remote block must be held by some rank.
     """
     nodes = topology.nodes_of(ranks)
+    if topology.node_reads and len(set(nodes)) == 1:
+        relay_elements = NEVER
     bundles = _bundles(have, remote, part.num_elements)
     chosen = _balanced(bundles, part, nodes, topology, relay_elements)
     if chosen.busiest > chosen.most_received:

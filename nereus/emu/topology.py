@@ -29,7 +29,8 @@ NETWORK = Link(bytes_per_s=45e9, latency_s=2e-5)
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """`nodes[i]` are the ranks of node i. `node_network_bytes_per_s` caps what one node exchanges with others
-    in each direction, None where every rank has its own adapter.
+    in each direction, None where every rank has its own adapter. With `node_reads` the ranks of a node read one
+    another's memory (CPU workers): a copy then costs its receiver alone, and relays within a node only delay.
     """
 
     nodes: tuple[tuple[Rank, ...], ...]
@@ -37,11 +38,12 @@ class Topology:
     node: Link = NODE
     network: Link = NETWORK
     node_network_bytes_per_s: float | None = None
+    node_reads: bool = False
 
     @classmethod
-    def single_node(cls, num_ranks: int) -> Topology:
+    def single_node(cls, num_ranks: int, *, node_reads: bool = False) -> Topology:
         """Ranks 0..n-1 on one node."""
-        return cls(nodes=(tuple(range(num_ranks)),))
+        return cls(nodes=(tuple(range(num_ranks)),), node_reads=node_reads)
 
     @classmethod
     def uniform(cls, num_ranks: int, ranks_per_node: int) -> Topology:

@@ -30,7 +30,7 @@ from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
 from nereus.emu.decision import Decision
 from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
 from nereus.emu.engines.registry import open_generator, open_trainer
-from nereus.emu.executor import Executor, sync
+from nereus.emu.executor import Executor
 from nereus.emu.groups import Generation, backend_for
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout, Rank, shard
@@ -232,13 +232,12 @@ class Worker:
         """
         assert self._generation is not None, "a worker joins a generation before it moves weights"
         old, new = self._engines.get(source), self._generators.get(destination)
-        sent_bytes = sync(
+        report = self.participant.executor.run(
             self._syncs[source],
             None if old is None else old.state,
             None if new is None else new.state,
-            self.participant.executor.transport,
             epoch=self._generation.number,
-            deadline_s=deadline_s,
+            deadline=Deadline.after(deadline_s),
         )
         if new is not None:
             new.refresh()

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from nereus.emu.arena import ShardState
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.executor import Executor, MoveReport, sync
+from nereus.emu.executor import Executor, MoveReport
 from nereus.emu.kinds import Kind, KindMove, Kinds, serving_kinds, training_kinds
 from nereus.emu.layout import Layout
 from nereus.emu.rank_plan import Mode, RankPlan
@@ -35,11 +35,17 @@ HELD: dict[str, Any] = {}
 _EPOCHS = iter(range(1, 1_000_000))
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
+@pytest.fixture(scope="module", params=["reads", "gloo", "mixed"])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """Ranks that read one another's memory, that do not, and some of both."""
     pool = Workers(RANKS)
+    pool.run(choose_reads, request.param)
     yield pool
     pool.close()
+
+
+def choose_reads(worker: int, way: str) -> None:
+    HELD["reads"] = way == "reads" or (way == "mixed" and worker not in (1, 4))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def store() -> Iterator[Store]:
 
 def executor_of(worker: int, address: StoreAddress) -> Executor:
     if "executor" not in HELD:
-        transport = CollectiveTransport.connect(address, worker=worker)
+        transport = CollectiveTransport.connect(address, worker=worker, reads=HELD.get("reads", True))
         HELD["executor"] = Executor(transport, torch.device("cpu"))
     executor: Executor = HELD["executor"]
     return executor
@@ -389,9 +395,9 @@ def push(worker: int, address: StoreAddress, plans: dict[int, RankPlan], epoch: 
     plan = plans[worker]
     source: ShardState | None = HELD["state"]
     target = None if plan.new is None else empty_state(MODEL, plan.new, worker)
-    transport = executor_of(worker, address).transport
+    executor = executor_of(worker, address)
     for _ in range(2):
-        sent = sync(plan, source, target, transport, epoch=epoch, deadline_s=20)
+        sent = executor.run(plan, source, target, epoch=epoch, deadline=Deadline.after(20)).sent_bytes
     if plan.new is None or target is None:
         return sent, []
     return sent, differences(target, direct_state(MODEL, plan.new, worker))

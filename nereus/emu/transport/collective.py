@@ -3,6 +3,8 @@
 Each (epoch, plan) gets its own communicator on its own store prefix, outside any default world: it spans old
 and new workers while the unit groups of the old generation stay untouched, and it dies with its epoch. gloo
 connects eagerly: lazy connection to a dead peer blocks 25 s whatever the timeout (measured, torch 2.13).
+
+On CPUs, ranks of one host read one another's memory (`reading`); the communicator then carries words only.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as Client
 
@@ -29,11 +32,13 @@ from nereus.emu.transport.protocol import (
     Deadline,
     Operation,
     Pending,
+    Receive,
     Send,
     failed,
     late,
     spent,
 )
+from nereus.emu.transport.reading import ReadingChannel
 from nereus.errors import TransportError, explain
 
 Key = tuple[int, str]  # epoch, digest
@@ -48,13 +53,15 @@ class CollectiveTransport:
     """This worker's transport for its whole life; it outlives generations.
 
     `store` is the driver's, without a prefix. A worker that waits to connect sees there when its epoch is
-    decided, so the driver need not know who waits for a worker that has died.
+    decided, so the driver need not know who waits for a worker that has died. Without `reads`, all bytes go
+    through the communicator, also those of ranks on one host.
     """
 
     store: Client
     worker: Rank
     device: torch.device = CPU
-    _open: dict[Key, _CollectiveChannel] = field(default_factory=dict)
+    reads: bool = True
+    _open: dict[Key, Channel] = field(default_factory=dict)
     _spent: set[Key] = field(default_factory=set)
 
     @classmethod
@@ -65,9 +72,10 @@ class CollectiveTransport:
         worker: Rank,
         device: torch.device = CPU,
         timeout_s: float = 30.0,
+        reads: bool = True,
     ) -> CollectiveTransport:
         """Over a store that the driver owns. Raises TransportError when it does not answer."""
-        return cls(connect(address, timeout_s=timeout_s), worker, device)
+        return cls(connect(address, timeout_s=timeout_s), worker, device, reads)
 
     def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
         """See Transport."""
@@ -82,9 +90,7 @@ class CollectiveTransport:
                 raise
         return self._open[key]
 
-    def _connect(
-        self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline
-    ) -> _CollectiveChannel:
+    def _connect(self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline) -> Channel:
         prefix = _prefix(epoch, digest)
         store = PrefixStore(prefix, self.store)
         over = partial(self._over, epoch)
@@ -105,7 +111,16 @@ class CollectiveTransport:
                     remedy="abort the epoch and continue without the workers that died",
                 )
             )
-        return _CollectiveChannel(group=attempt.result, ranks=ranks, worker=self.worker, device=self.device)
+        channel = _CollectiveChannel(
+            group=attempt.result, ranks=ranks, worker=self.worker, device=self.device
+        )
+        if self.device.type == "cuda":
+            return channel
+        try:
+            return ReadingChannel.agree(channel, ranks, self.worker, willing=self.reads, deadline=deadline)
+        except TransportError:
+            channel.close(broken=True)
+            raise
 
     def decline(self, *, epoch: int, digest: str, reason: str) -> None:
         """See Transport."""
@@ -197,7 +212,7 @@ class _CollectiveChannel:
         together = self.device.type == "cuda" and len(operations) > 0
         if together:
             self.group._start_coalescing()
-        pending = [self._start(operation) for operation in operations]
+        pending = [self.start(operation) for operation in operations]
         if together:
             joint = self.group._end_coalescing()
             for work in pending:
@@ -205,15 +220,47 @@ class _CollectiveChannel:
             self._in_flight = pending
         return pending
 
-    def _start(self, operation: Operation) -> _Work:
+    def start(self, operation: Operation, tag: int = 0) -> _Work:
+        """Begin one transfer; between two ranks those of one tag match in order."""
+        assert isinstance(operation, Send | Receive), "this channel lends nothing"
         peer = self.ranks.index(operation.peer)
         sending = isinstance(operation, Send)
         call, action = (self.group.send, "send to") if sending else (self.group.recv, "receive from")
         try:
-            work = call([operation.buffer], peer, 0)
+            work = call([operation.buffer], peer, tag)
         except RuntimeError as error:
             raise failed(action, operation.peer, self.worker, _reason(error)) from error
         return _Work(work, action, operation.peer, self.worker, self.device)
+
+    def gather(self, numbers: Sequence[int], deadline: Deadline) -> list[tuple[int, ...]]:
+        """The numbers of every rank, in the order of ranks. Collective. Raises TransportError."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in self.ranks]
+        try:
+            work = self.group.allgather([found], [mine])
+            work.wait(timedelta(seconds=max(0.001, deadline.left_s)))
+        except RuntimeError as error:
+            raise TransportError(
+                explain(
+                    f"worker {self.worker} could not hear of {list(self.ranks)} how they are reached",
+                    values=_reason(error),
+                    rule=f"all must tell within {deadline.allowed_s:.3g} s",
+                    remedy="abort the epoch and continue without the workers that died",
+                )
+            ) from error
+        return [tuple(one.tolist()) for one in found]
+
+    def reads(self, peer: Rank) -> bool:
+        """See Channel."""
+        return False
+
+    def lends(self, view: Tensor) -> bool:
+        """See Channel."""
+        return False
+
+    def fills(self, view: Tensor) -> bool:
+        """See Channel."""
+        return False
 
     def settle(self, deadline: Deadline) -> None:
         """See Channel."""

@@ -16,6 +16,7 @@ from nereus.emu.transport.protocol import (
     Deadline,
     Operation,
     Pending,
+    Receive,
     Send,
     failed,
     late,
@@ -107,7 +108,20 @@ class _MemoryChannel:
                 hub.mail[self.key, self.worker, peer].append(operation.buffer.clone())
                 hub.changed.notify_all()
                 return _Done()
+        assert isinstance(operation, Receive), "this channel lends nothing"
         return _Awaited(channel=self, peer=peer, buffer=operation.buffer)
+
+    def reads(self, peer: Rank) -> bool:
+        """A peer's copy stands for the wire here."""
+        return False
+
+    def lends(self, view: Tensor) -> bool:
+        """See Channel."""
+        return False
+
+    def fills(self, view: Tensor) -> bool:
+        """See Channel."""
+        return False
 
     def settle(self, deadline: Deadline) -> None:
         """Nothing is asynchronous here."""

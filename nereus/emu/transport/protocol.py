@@ -60,7 +60,23 @@ class Receive:
     buffer: Tensor
 
 
-Operation = Send | Receive
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """Let `peer` read `views` in their order. They must not change until the offer is complete."""
+
+    peer: Rank
+    views: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """Fill `views` from the next offer of `peer`: equally many, of equal bytes, cut and strided at will."""
+
+    peer: Rank
+    views: tuple[Tensor, ...]
+
+
+Operation = Send | Receive | Offer | Fetch
 
 
 class Pending(Protocol):
@@ -80,8 +96,21 @@ class Channel(Protocol):
     def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
         """Start all `operations` (at most MAX_OPERATIONS) as one group call; results in their order.
 
-        Between two ranks, sends match receives in the order of posting. Raises TransportError.
+        Between two ranks, sends match receives and offers match fetches in the order of posting. Raises
+        TransportError.
         """
+        ...
+
+    def reads(self, peer: Rank) -> bool:
+        """Whether this rank and `peer` use Offer and Fetch; else Send and Receive. Alike at both."""
+        ...
+
+    def lends(self, view: Tensor) -> bool:
+        """Whether an Offer should contain the view as it lies; otherwise give a contiguous copy."""
+        ...
+
+    def fills(self, view: Tensor) -> bool:
+        """Whether a Fetch can fill the view as it lies; otherwise give a contiguous buffer."""
         ...
 
     def settle(self, deadline: Deadline) -> None:

@@ -31,29 +31,37 @@ HELD: dict[str, Transport] = {}
 Script = Callable[..., Any]
 
 
-def transport_of(worker: int, address: StoreAddress) -> Transport:
+def transport_of(worker: int, address: StoreAddress, reads: bool) -> Transport:
     """The process's transport, made at first use: it lives through epochs."""
     if "transport" not in HELD:
-        HELD["transport"] = CollectiveTransport.connect(address, worker=worker, timeout_s=10.0)
+        HELD["transport"] = CollectiveTransport.connect(address, worker=worker, timeout_s=10.0, reads=reads)
     return HELD["transport"]
 
 
-def in_process(worker: int, script: Script, address: StoreAddress, args: tuple[Any, ...]) -> Any:
-    return script(worker, transport_of(worker, address), *args)
+def in_process(worker: int, script: Script, address: StoreAddress, reads: bool, args: tuple[Any, ...]) -> Any:
+    return script(worker, transport_of(worker, address, reads), *args)
 
 
 class Gloo:
     """Runs a script on real processes."""
 
+    reads = False
+
     def __init__(self) -> None:
         self.store, self.workers = Store(), Workers(RANKS)
 
     def run(self, script: Script, *args: Any) -> dict[int, Any]:
-        return self.workers.run(in_process, script, self.store.address, args)
+        return self.workers.run(in_process, script, self.store.address, self.reads, args)
 
     def close(self) -> None:
         self.workers.close()
         self.store.close()
+
+
+class Reading(Gloo):
+    """Processes that could read one another's memory; what is sent is sent all the same."""
+
+    reads = True
 
 
 class Memory:
@@ -81,7 +89,7 @@ class Memory:
         """Nothing to end."""
 
 
-@pytest.fixture(scope="module", params=[Memory, Gloo], ids=["memory", "gloo"])
+@pytest.fixture(scope="module", params=[Memory, Gloo, Reading], ids=["memory", "gloo", "reading"])
 def world(request: pytest.FixtureRequest) -> Iterator[Memory | Gloo]:
     world = request.param()
     yield world
@@ -285,8 +293,9 @@ def resources(worker: int) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def test_channels_leave_no_descriptors_or_threads() -> None:
-    world = Gloo()
+@pytest.mark.parametrize("kind", [Gloo, Reading])
+def test_channels_leave_no_descriptors_or_threads(kind: type[Gloo]) -> None:
+    world = kind()
     try:
         assert all(world.run(all_to_all, next(_EPOCHS), 4).values())
         before = world.workers.run(resources)
