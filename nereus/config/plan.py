@@ -103,6 +103,14 @@ class ClusterConfig(Frozen):
     """With `adaptation`, up to how many GPUs the campaign takes when they are free; `gpus` when absent."""
     gpu_kind: str | None = None
     """Kind of the GPUs for the planner, e.g. `H100`; what the device says when absent, `CPU` on a CPU."""
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    """With `adaptation`, memory of one GPU that plans may count on, in GB (10^9 bytes), where others use the
+    rest; all that the kind has when absent.
+    """
+    gpu_limit: str = "nereus-gpus"
+    """Name of the Prefect server's global concurrency limit that counts the GPUs which campaigns share (made by
+    `nereus deploy`). A campaign waits there for its GPUs; a server without this limit makes none wait.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` makes the GPUs logical: worker processes on cores, with gloo. `auto` takes cuda where there is
     one.

@@ -48,6 +48,15 @@ class PooledGpu:
     drain_at_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Starting:
+    """A worker that was requested: its rank, its actor, and since when."""
+
+    rank: Rank
+    actor: Any
+    since_s: float
+
+
 class Cluster:
     """Workers by rank. Make it with `start`; `close` ends the workers and, if we started it, Ray."""
 
@@ -64,6 +73,7 @@ class Cluster:
         self._actors: dict[Rank, Any] = {}
         self._nodes: dict[Rank, str] = {}
         self._newest: Rank = -1
+        self._starting: dict[Any, _Starting] = {}
         self._store = store
         self._owns_ray = owns_ray
         self._timeout_s = timeout_s
@@ -111,7 +121,7 @@ class Cluster:
             timeout_s=timeout_s,
             stop=stop,
         )
-        started = cluster.add(num_workers, timeout_s=START_S)
+        started = cluster._start_all(num_workers)
         if len(started) < num_workers:
             cluster.close()
             raise WorkerLost(
@@ -124,23 +134,54 @@ class Cluster:
             )
         return cluster
 
-    def add(self, num_workers: int, *, timeout_s: float) -> tuple[Rank, ...]:
-        """Start workers on free GPUs, and return those that came up in time; the others are ended.
+    def request(self, num_workers: int) -> None:
+        """Begin to start workers on free GPUs; returns at once. `take_started` says which have come up.
 
-        Their ranks are new: a rank is never used twice. They are in no world yet.
+        Their ranks are new: a rank is never used twice.
         """
-        fresh = range(self._newest + 1, self._newest + 1 + num_workers)
-        self._newest += num_workers
-        self._actors |= {rank: self._make(rank) for rank in fresh}
-        asked = self.submit(dict.fromkeys(fresh, Call("attach", (self._store.address, self._timeout_s))))
-        end = time.monotonic() + timeout_s
-        waiting = list(asked)
-        while waiting and time.monotonic() < end and not self.stop.is_set():
-            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
-            for ref in ready:
-                self._nodes[asked[ref]] = _value(ref, asked[ref], "start the workers")[0]
-        self.end(asked[ref] for ref in waiting)
-        return tuple(rank for rank in fresh if rank in self._actors)
+        for _ in range(num_workers):
+            self._newest += 1
+            actor = self._make(self._newest)
+            ref = actor.call.remote("attach", self._store.address, self._timeout_s)
+            self._starting[ref] = _Starting(rank=self._newest, actor=actor, since_s=time.monotonic())
+
+    def take_started(self, *, wait_s: float = 0.0) -> tuple[Rank, ...]:
+        """The requested workers that have come up since this was last asked; they are in no world yet.
+
+        One whose GPU went away meanwhile is forgotten, and so is one that got none for five minutes: Ray
+        counts a GPU as free a little longer than it can place an actor there. Raises StageFailed when a
+        worker came up and could not connect.
+        """
+        if not self._starting:
+            return ()
+        waiting = list(self._starting)
+        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=wait_s)
+        taken: list[Rank] = []
+        for ref in ready:
+            begun = self._starting.pop(ref)
+            try:
+                node, _ = _value(ref, begun.rank, "start the workers")
+            except WorkerLost:
+                continue
+            self._actors[begun.rank] = begun.actor
+            self._nodes[begun.rank] = node
+            taken.append(begun.rank)
+        late = time.monotonic() - START_S
+        for ref in [ref for ref, begun in self._starting.items() if begun.since_s < late]:
+            ray.kill(self._starting.pop(ref).actor)
+        return tuple(sorted(taken))
+
+    @property
+    def num_starting(self) -> int:
+        """Workers that were requested and have not come up yet."""
+        return len(self._starting)
+
+    def _start_all(self, num_workers: int) -> tuple[Rank, ...]:
+        """Start the first workers and wait for them."""
+        self.request(num_workers)
+        while self._starting and not self.stop.is_set():
+            self.take_started(wait_s=POLL_S)
+        return self.ranks
 
     def end(self, ranks: Iterable[Rank]) -> None:
         """End workers that hold nothing any more; their GPUs are free at once."""
@@ -258,15 +299,17 @@ class Cluster:
 
     def close(self) -> None:
         """End the workers, the store and, if we started it, Ray."""
-        for handle in self._actors.values():
+        for handle in (*self._actors.values(), *(begun.actor for begun in self._starting.values())):
             ray.kill(handle)
         self._actors.clear()
+        self._starting.clear()
         self._store.close()
         if self._owns_ray:
             ray.shutdown()
 
 
 def _answers(ref: Any) -> bool:
+    """Whether the worker of a finished call lives."""
     try:
         ray.get(ref)
     except RayActorError:

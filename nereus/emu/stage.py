@@ -11,8 +11,9 @@ from typing import Literal
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.torch.optimizer import AdamW
-from nereus.emu.kinds import Kinds, kinds_of
+from nereus.emu.kinds import Kinds, kinds_of, optimizer_kinds, serving_kinds
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.optimizer_slices import optimizer_units
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit, UnitId
 
@@ -59,6 +60,7 @@ Origin = FromFolder | FromCheckpoint | FromStage | FromMemory
 class StageSpec:
     """One model-stage: name (`actor.training`), role, model, units, and where its weights come from.
 
+    With `zero1` the units of a trained model-stage share the optimizer's state, a slice each.
     With `shares`, the shard uses the arenas of that model-stage (equal units), so weights exist once.
     """
 
@@ -70,6 +72,7 @@ class StageSpec:
     engine: EngineName = "torch"
     optimizer: AdamW | None = None
     recompute: bool = False
+    zero1: bool = False
     shares: str | None = None
 
     @property
@@ -86,8 +89,21 @@ class StageSpec:
 
     @property
     def kinds(self) -> Kinds:
-        """The kinds of state that a unit carries."""
-        return kinds_of(self.role, self.model.dtype)
+        """The kinds of state that a unit carries; with `zero1` the optimizer's are the model-stage's."""
+        return serving_kinds(self.model.dtype) if self.zero1 else kinds_of(self.role, self.model.dtype)
+
+    @property
+    def optimizer_units(self) -> tuple[Unit, ...]:
+        """With `zero1` the one unit of all ranks that holds the optimizer's state, else none."""
+        if not self.zero1:
+            return ()
+        kinds, model = optimizer_kinds(self.model.dtype), self.name.partition(".")[0]
+        return optimizer_units(self.name, model, self.units, kinds, shared=True)
+
+    @property
+    def writers(self) -> tuple[Rank, ...]:
+        """The ranks that together hold the whole state: the first unit, with `zero1` all of them."""
+        return self.ranks if self.zero1 else self.units[0].ranks
 
     def elastic_units(self, kinds: Kinds, *, model: str | None = None) -> tuple[Unit, ...]:
         """The units as values of a reshard plan, with these kinds of state; `model` is `name` when absent."""
@@ -98,7 +114,13 @@ class StageSpec:
 
     @property
     def text(self) -> str:
-        """E.g. `tp2 pp1 dp2 on 0,1,2,3`."""
+        """E.g. `tp2 pp1 dp2 on 0,1,2,3`, and what the plan chose beside the layout."""
         unit = self.units[0]
         ranks = ",".join(map(str, self.ranks))
-        return f"tp{unit.tp} pp{unit.pp} dp{len(self.units)} on {ranks}"
+        chosen = {
+            "micro-batch": self.train_rows if self.role == "training" else self.score_rows,
+            "at once": self.resident_rows,
+        }
+        options = [f", {name} {rows}" for name, rows in chosen.items() if rows is not None]
+        again = ", recompute" if self.recompute and self.role == "training" else ""
+        return f"tp{unit.tp} pp{unit.pp} dp{len(self.units)} on {ranks}{''.join(options)}{again}"

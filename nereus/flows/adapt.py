@@ -23,9 +23,10 @@ def adapt(job: Job) -> None:
     """
     adapter, measured = job.adapter, job.measured
     assert adapter is not None, "the job adapts"
+    take_new_gpus(job)
+    end_drained(job)
     if measured is None:
         return
-    take_new_gpus(job)
     signals = signals_after(
         adapter,
         step=job.state.step,
@@ -40,6 +41,7 @@ def adapt(job: Job) -> None:
         verdict = "moves" if outcome.decision.admit else "stays"
         job.listener.on_message(f"before step {job.state.step}: {verdict}; {outcome.decision.why}")
     if not outcome.moves:
+        follow_options(job)
         return
     started = time.perf_counter()
     if move_to(job, seated_stages(job.stages, outcome.seated)):

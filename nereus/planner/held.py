@@ -117,20 +117,26 @@ def layout_fixes(sizes: Sizes, *, dp: bool = True) -> tuple[Fix, ...]:
 
 
 def leaner(request: PlanRequest) -> PlanRequest:
-    """The request with the options that take least memory allowed too: micro-batches of one, full
+    """The request with the options that take least memory allowed too: micro-batches down to one, full
     recomputation, few sequences at once. What is fixed of the layouts stays fixed.
     """
     known = request.options
     residents = {size for size in known.max_residents if size is not None} | {32, 8, 1}
     options = replace(
         known,
-        train_micro_batches=tuple(sorted({1, *known.train_micro_batches})),
-        score_micro_batches=tuple(sorted({1, *known.score_micro_batches})),
+        train_micro_batches=_halved(known.train_micro_batches),
+        score_micro_batches=_halved(known.score_micro_batches),
         recomputes=tuple(dict.fromkeys((*known.recomputes, Recompute.FULL))),
         max_residents=(None, *sorted(residents, reverse=True)),
     )
     fixed = tuple(fix for fix in request.fixed if fix.choice in _LAYOUT)
     return replace(request, options=options, fixed=fixed)
+
+
+def _halved(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes, and the smallest of them halved again and again, down to one."""
+    smallest = min(sizes)
+    return tuple(sorted({*sizes, *(max(1, smallest >> power) for power in range(smallest.bit_length()))}))
 
 
 @lru_cache(maxsize=4096)

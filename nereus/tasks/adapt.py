@@ -26,10 +26,13 @@ from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, SignalHistory, Signals, Switch
 from nereus.planner.stage_gains import StageGains
 from nereus.planner.transition_time import FixedCosts
+from nereus.planner.triggers import limits
 from nereus.planner.workload import Algorithm, Model, ModelShapes, ModelStage, Recompute, Stage, Workload
 from nereus.tasks.device import device
 from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, REWARD, TRAINING, StageModel
 
+PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
+"""What the planner takes an algorithm for by its model-stages; all others need those of GRPO."""
 # Before anything was measured: votes, decision, a new generation, engines anew on this machine's CPUs.
 COSTS = FixedCosts(transition_s=0.3, restart_s=10.0)
 STAGE_OF_WORK = {
@@ -52,11 +55,18 @@ class Adapter:
     last: Signals
 
     def observe(self, signals: Signals) -> Review:
-        """Review the plan in force before a step; the history goes on from here."""
+        """Review the plan in force before a step; the history goes on from here.
+
+        Where a move is proposed, only what was observed is kept until `settle`: a move that is not made must
+        leave its cause and the references as they were.
+        """
         outcome = review(self.controller, self.seated, signals, self.history)
-        self.last, self.history = signals, outcome.history
-        if not outcome.moves:
-            self.seated = outcome.seated
+        self.last = signals
+        if outcome.moves:
+            thresholds = self.controller.thresholds
+            self.history = self.history.observed(signals, limits(thresholds), thresholds.hysteresis)
+        else:
+            self.seated, self.history = outcome.seated, outcome.history
         return outcome
 
     def settle(self, outcome: Review, seconds: float) -> None:
@@ -66,7 +76,7 @@ class Adapter:
         switch = Switch(
             step=self.last.step, predicted_s=outcome.decision.change.predicted_s, measured_s=seconds
         )
-        self.history = self.history.with_transition(switch)
+        self.history = outcome.history.with_transition(switch)
 
     def without(self, pool: tuple[PooledGpu, ...], step: int) -> Seated:
         """The best plan on the GPUs that are left, profitable or not; it is in force from here on."""
@@ -84,10 +94,13 @@ def start_adapter(
     pool: tuple[PooledGpu, ...],
     *,
     step: int,
+    prompt_tokens: int,
 ) -> Adapter:
-    """Choose the first plan for the pool. Raises Infeasible, saying what would help, when none fits."""
+    """Choose the first plan for the pool; `prompt_tokens` has the longest prompt. Raises Infeasible, saying
+    what would help, when none fits.
+    """
     controller = Controller(
-        request=request_of(config, models),
+        request=request_of(config, models, prompt_tokens),
         policy=policy_of(adaptation.policy),
         thresholds=adaptation.thresholds,
         costs=COSTS,
@@ -99,16 +112,16 @@ def start_adapter(
     return Adapter(controller=controller, seated=seated, history=history, gains=StageGains(), last=signals)
 
 
-def request_of(config: CampaignConfig, models: Mapping[str, StageModel]) -> PlanRequest:
+def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_tokens: int) -> PlanRequest:
     """The planning question of a campaign. The critic serves and trains with one layout; rows stay as
-    configured.
+    configured unless nothing fits so (`planner.held.leaner`).
     """
     rows = config.batch.micro_batch_rows
     shapes = {name: stage.model for name, stage in models.items()}
     recompute = Recompute.FULL if config.models.recompute else Recompute.NONE
     limit = config.sampling.max_new_tokens
     workload = Workload(
-        algorithm=Algorithm(config.algorithm.kind),
+        algorithm=PLANNED_AS.get(config.algorithm.kind, Algorithm.GRPO),
         models=ModelShapes(
             actor=shapes[TRAINING],
             critic=shapes.get(CRITIC),
@@ -117,7 +130,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel]) -> Plan
         ),
         num_prompts=config.batch.prompts,
         num_samples=config.batch.samples,
-        prompt_tokens=config.prompts.max_tokens,
+        prompt_tokens=prompt_tokens,
         # Until lengths were measured: a quarter of the limit on average, with a tail up to it.
         response=LengthDistribution.from_mean_p95_max(limit / 4, limit * 3 / 4, limit),
         dtype={"fp32": "float32", "bf16": "bfloat16"}[config.models.precision.value],
@@ -129,7 +142,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel]) -> Plan
     )
     return PlanRequest(
         workload=workload,
-        cluster=ClusterProfile.parse(f"1x{config.cluster.gpus}x{gpu_kind(config)}"),
+        cluster=cluster_of(config),
         share=frozenset({Model.CRITIC}) if CRITIC in models else frozenset(),
         options=StageOptions(
             train_micro_batches=(rows,),
@@ -138,6 +151,16 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel]) -> Plan
             max_residents=(None,),
         ),
     )
+
+
+def cluster_of(config: CampaignConfig) -> ClusterProfile:
+    """The campaign's GPUs as one node, with the memory that it may use of each."""
+    cluster = ClusterProfile.parse(f"1x{config.cluster.gpus}x{gpu_kind(config)}")
+    if config.cluster.gpu_memory_gb is None:
+        return cluster
+    (pool,) = cluster.pools
+    gpu = replace(pool.gpu, memory_bytes=int(config.cluster.gpu_memory_gb * 1e9))
+    return replace(cluster, pools=(replace(pool, gpu=gpu),))
 
 
 def gpu_kind(config: CampaignConfig) -> str:
@@ -203,7 +226,7 @@ def signals_after(
 
 
 def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, StageSpec]:
-    """The model-stages under a seated plan."""
+    """The model-stages under a seated plan: its units, and its options."""
     items = {item.model_stage: item for item in seated.plan.assignments}
     out: dict[str, StageSpec] = {}
     for name, spec in stages.items():
@@ -215,4 +238,27 @@ def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, 
         out[name] = replace(spec, units=units)
     shares = out[GENERATION].units == out[TRAINING].units
     out[GENERATION] = replace(out[GENERATION], shares=TRAINING if shares else None)
+    return with_options(out, seated)
+
+
+def with_options(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, StageSpec]:
+    """The model-stages, units as they are, with the micro-batches, recomputation and sequences held at once
+    of a plan.
+    """
+    options = {item.model_stage: item.option for item in seated.plan.assignments}
+    out: dict[str, StageSpec] = {}
+    for name, spec in stages.items():
+        option = options[ModelStage(name)]
+        if spec.role == "generation":
+            out[name] = replace(spec, resident_rows=option.max_resident)
+        elif spec.role == "inference":
+            out[name] = replace(spec, score_rows=option.micro_batch)
+        else:
+            scored = options.get(ModelStage.CRITIC_INFERENCE) if name == CRITIC else None
+            out[name] = replace(
+                spec,
+                train_rows=option.micro_batch,
+                score_rows=None if scored is None else scored.micro_batch,
+                recompute=option.recompute is Recompute.FULL,
+            )
     return out

@@ -177,7 +177,10 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
         adapter = None
         if config.adaptation is not None:
             models, pool = prepared.models, cluster.pool()
-            adapter = start_adapter(config, config.adaptation, models, pool, step=state.step)
+            longest = prepared.prompts.longest
+            adapter = start_adapter(
+                config, config.adaptation, models, pool, step=state.step, prompt_tokens=longest
+            )
             planned = seated_stages(planned, adapter.seated)
             stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
         cluster.join()

@@ -64,7 +64,8 @@ def _optimizer_step(
     spec = job.stages[stage]
     counts = GlobalCounts.from_mask(batch.mask_bt, max_tokens=job.config.sampling.max_new_tokens)
     lengths = (batch.batch.prompt_lens_b + batch.batch.response_lens_b).tolist()
-    shares = deal_rows(lengths, num_units=len(spec.units), micro_batch_rows=job.config.batch.micro_batch_rows)
+    rows = spec.train_rows or job.config.batch.micro_batch_rows
+    shares = deal_rows(lengths, num_units=len(spec.units), micro_batch_rows=rows)
     calls: dict[Rank, Call] = {}
     for unit, micros in zip(spec.units, shares, strict=True):
         parts = job.cluster.share([cut_batch(batch, micro) for micro in micros])

@@ -61,7 +61,7 @@ def _python_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> 
 
 def _model_rewards(job: Job, batch: TokenBatch) -> Rewards:
     """The reward model's judgement of each row, read at its last token."""
-    micro_rows = job.config.batch.micro_batch_rows
+    micro_rows = job.stages[REWARD].score_rows or job.config.batch.micro_batch_rows
     parts, order = run_dealt(
         job,
         REWARD,
@@ -101,7 +101,8 @@ def score_values(job: Job, batch: TokenBatch) -> Tensor:
 
 def score_stage(job: Job, what: str, stage: str, batch: TokenBatch) -> Scores:
     """Forward passes of one model-stage over all rows, in the batch's order."""
-    micro_rows, temperature = job.config.batch.micro_batch_rows, job.config.sampling.temperature
+    micro_rows = job.stages[stage].score_rows or job.config.batch.micro_batch_rows
+    temperature = job.config.sampling.temperature
     parts, order = run_dealt(
         job,
         stage,

@@ -1,0 +1,35 @@
+"""The GPUs of a job that adapts: new ones are taken when their workers are up, drained ones given back.
+
+Workers start beside the running step: a boundary asks for them, a later one takes those that have come up.
+"""
+
+from __future__ import annotations
+
+from nereus.emu.layout import Rank
+from nereus.tasks.job import Job
+
+
+def take_new_gpus(job: Job) -> tuple[Rank, ...]:
+    """The workers that have come up since the last boundary; then ask for one on every GPU that is free, up
+    to the campaign's limit. Waits for nothing. The planner decides whether to use them.
+    """
+    cluster = job.cluster
+    if new := cluster.take_started():
+        job.listener.on_message(f"before step {job.state.step}: {len(new)} more GPUs, workers {list(new)}")
+    limit = job.config.cluster.max_gpus or job.config.cluster.gpus
+    # A GPU whose worker is starting may still be called free: it is counted as asked for either way.
+    wanted = min(cluster.num_free_gpus, limit - len(cluster.ranks)) - cluster.num_starting
+    if wanted > 0:
+        cluster.request(wanted)
+    return new
+
+
+def end_drained(job: Job) -> None:
+    """End the workers on nodes that go away, once no model-stage lies on them."""
+    used = {rank for spec in job.stages.values() for rank in spec.ranks}
+    drained = [gpu.rank for gpu in job.cluster.pool() if gpu.drain_at_s is not None and gpu.rank not in used]
+    if drained:
+        job.listener.on_message(
+            f"before step {job.state.step}: workers {drained} leave their node before it ends"
+        )
+    job.cluster.end(drained)
