@@ -57,11 +57,28 @@ Origin = FromFolder | FromCheckpoint | FromStage | FromMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What an engine with a KV cache of fixed size is made for; None takes the engine's own choice.
+
+    `longest_tokens` are those of a prompt with its response (None: all of the model's positions), `rows` the
+    sequences that run at once. `eager` runs without compiled graphs.
+    """
+
+    longest_tokens: int | None = None
+    rows: int = 256
+    kv_cache_bytes: int | None = None
+    eager: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
     """One model-stage: name (`actor.training`), role, model, units, and where its weights come from.
 
     With `zero1` the units of a trained model-stage share the optimizer's state, a slice each.
     With `shares`, the shard uses the arenas of that model-stage (equal units), so weights exist once.
+    `train_rows` and `score_rows` are the largest micro-batches that the plan allows, None: as the campaign is
+    configured. `resident_rows` is how many sequences a unit generates at once, None: all of its share.
+    `serving` is for engines whose KV cache is allocated when they are made.
     """
 
     name: str
@@ -74,6 +91,10 @@ class StageSpec:
     recompute: bool = False
     zero1: bool = False
     shares: str | None = None
+    train_rows: int | None = None
+    score_rows: int | None = None
+    resident_rows: int | None = None
+    serving: Serving = Serving()
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

@@ -227,8 +227,8 @@ def main() -> None:
             _, calm, still_s = run(still, None)
             events, disturbed, moving_s = run(moving, nodes)
     finally:
-        ray.shutdown()  # type: ignore[no-untyped-call]
-        cluster.shutdown()
+        ray.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
     print(
         json.dumps(
             figures(still, moving, calm, disturbed, events) | {"still_s": still_s, "moving_s": moving_s}
