@@ -32,7 +32,7 @@ CHANGE = {"before_step": 1, "plan": {"actor_training": {"tp": 1, "dp": 4}, "acto
 @pytest.mark.parametrize(
     ("stage", "step", "outcomes"),
     [
-        ("move and vote", 1, ["abort", "commit"]),
+        ("move", 1, ["abort", "commit"]),
         pytest.param("rebuild", 1, ["commit", "commit"], marks=pytest.mark.slow),
         pytest.param("checkpoint", 2, ["commit", "commit"], marks=pytest.mark.slow),
     ],
