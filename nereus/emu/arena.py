@@ -7,7 +7,7 @@ and an optimizer step is a few elementwise operations on flat tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,6 +19,7 @@ from torch import Tensor
 from nereus.emu import kinds
 from nereus.emu.decoder import DType
 from nereus.emu.layout import Piece, Shard
+from nereus.emu.pages import Pages
 
 ALIGNMENT = 32  # elements; 64 bytes of the narrowest dtype, so that every view starts on a cache line
 TORCH_DTYPE: Mapping[str, torch.dtype] = {
@@ -42,18 +43,31 @@ class Arena:
     """One kind's numbers: `flat`, a contiguous 1-D tensor, and a view of it for each physical tensor.
 
     Gaps between tensors and rows that no piece covers are zero and stay zero under elementwise updates.
+    `views` are the tensors that are allocated: all of them, except while a bounded move fills or empties the
+    arena.
     """
 
-    def __init__(self, shard: Shard, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        allocated: bool = True,
+    ) -> None:
         starts, size = offsets(shard)
         self.shard = shard
         self.dtype = dtype
         self.device = torch.device(device)
-        self.flat = torch.zeros(size, dtype=dtype, device=device)
-        self.views: dict[str, Tensor] = {
+        self._pages = Pages(size * dtype.itemsize, self.device, whole=allocated)
+        self.flat = self._pages.flat.view(dtype)
+        self._all: dict[str, Tensor] = {
             t.name: self.flat[starts[t.name] : starts[t.name] + prod(t.shape)].view(t.shape)
             for t in shard.tensors
         }
+        self.views: dict[str, Tensor] = {}
+        if allocated:
+            self.allocate(self._all)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -66,29 +80,78 @@ class Arena:
         return self.views[piece.physical][tuple(slice(lo, hi) for lo, hi in piece.stored)]
 
     @property
-    def segments(self) -> tuple[Tensor, ...]:
-        """The arena's memory as flat tensors; one here, one for each tensor in a LooseArena."""
-        return (self.flat,)
+    def releases(self) -> bool:
+        """Whether the tensors can be freed one by one."""
+        return self._pages.releases
+
+    def allocate(self, names: Iterable[str]) -> None:
+        """Let these tensors be used; they are zero. Each may be allocated once."""
+        for name in names:
+            assert name not in self.views, f"{name} is allocated already"
+            self.views[name] = self._all[name]
+            self._pages.hold(*self._span(name))
+
+    def free(self, names: Iterable[str]) -> None:
+        """Give the memory of these tensors back to the system, whoever still has a view of it."""
+        for name in names:
+            del self.views[name]
+            self._pages.release(*self._span(name))
+
+    def _span(self, name: str) -> tuple[int, int]:
+        view = self._all[name]
+        lo = view.data_ptr() - self.flat.data_ptr()
+        return lo, lo + view.numel() * view.element_size()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the arena occupies."""
-        return self.flat.numel() * self.flat.element_size()
+        """Bytes that the arena occupies; without the gaps while it is not allocated as a whole."""
+        if len(self.views) == len(self._all):
+            return self.flat.numel() * self.flat.element_size()
+        return sum(view.numel() * view.element_size() for view in self.views.values())
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """Theta and omega of one shard: the arenas by kind, all of one geometry."""
+    """Theta and omega of one shard: the arenas by kind, all of one geometry.
+
+    Where units share an optimizer, `shard` is that of theta and the other arenas hold a slice of it: each
+    arena knows its own `shard`.
+    """
 
     shard: Shard
     arenas: dict[str, Arena]
 
     @classmethod
     def empty(
-        cls, shard: Shard, kinds: Mapping[str, torch.dtype], device: torch.device | str = "cpu"
+        cls,
+        shard: Shard,
+        kinds: Mapping[str, torch.dtype],
+        device: torch.device | str = "cpu",
+        omega: Shard | None = None,
+        *,
+        allocated: bool = True,
     ) -> ShardState:
-        """Zeroed arenas for the given kinds and dtypes."""
-        return cls(shard=shard, arenas={kind: Arena(shard, dtype, device) for kind, dtype in kinds.items()})
+        """Zeroed arenas for the given kinds and dtypes; those of all kinds but theta are of `omega`.
+
+        A bounded move wants them not `allocated`, and does that itself.
+        """
+        arenas = {
+            kind: Arena(
+                shard if kind == "theta" or omega is None else omega, dtype, device, allocated=allocated
+            )
+            for kind, dtype in kinds.items()
+        }
+        return cls(shard=shard, arenas=arenas)
+
+    def split(self) -> tuple[ShardState, ShardState]:
+        """Theta, and all other kinds, as states of their own over the same arenas."""
+        omega = {kind: arena for kind, arena in self.arenas.items() if kind != "theta"}
+        theta = ShardState(shard=self.shard, arenas={"theta": self.arenas["theta"]})
+        return theta, ShardState(shard=next(iter(omega.values())).shard, arenas=omega)
+
+    def joined(self, omega: ShardState) -> ShardState:
+        """This theta with the other kinds of `omega`."""
+        return ShardState(shard=self.shard, arenas={"theta": self.arenas["theta"], **omega.arenas})
 
     def __getitem__(self, kind: str) -> Arena:
         return self.arenas[kind]

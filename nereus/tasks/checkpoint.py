@@ -23,8 +23,8 @@ from nereus.tasks.stages import TRAINING
 def save_checkpoint(job: Job) -> Path:
     """Write weights, moments and the control record of the current state; returns the checkpoint's folder.
 
-    Each model is written by the ranks of its first unit, side by side. The folder counts only once it is
-    complete.
+    Each model is written by the ranks of its first unit, side by side; where units share an optimizer each
+    writes its slice of it. The folder counts only once it is complete.
     """
     with job.stage("checkpoint"):
         folder = begin(job.checkpoints, job.state.step)
@@ -34,11 +34,11 @@ def save_checkpoint(job: Job) -> Path:
         for stage, model in MODEL_OF_STAGE.items():
             if stage not in job.stages:
                 continue
-            unit = job.stages[stage].units[0]
-            calls = dict.fromkeys(unit.ranks, Call("write_checkpoint", (stage, model, folder)))
+            ranks = job.stages[stage].writers
+            calls = dict.fromkeys(ranks, Call("write_checkpoint", (stage, model, folder)))
             written = job.cluster.run(calls, what="checkpoint")
             parts += [part for part, _ in written.values()]
-            steps[stage] = written[unit.ranks[0]][1]
+            steps[stage] = written[ranks[0]][1]
             specs[model] = job.stages[stage].tensors
         control = control_record(job, steps)
         job.checkpoint = commit(folder, specs, parts, control, keep_last=job.config.checkpoint.keep_last)

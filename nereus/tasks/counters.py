@@ -30,12 +30,13 @@ def stale_ranks(job: Job) -> frozenset[Rank]:
     """Live ranks that missed an optimizer step which others took before a failure.
 
     A death inside the last collective of a step can let one unit finish it and another not. The further state
-    is the one to keep: its gradient was complete.
+    is the one to keep: its gradient was complete. A rank that was interrupted inside its update (TORN, below
+    all counts) is always stale.
     """
     stale: set[Rank] = set()
     for spec in job.stages.values():
         if spec.role == "training":
             counts = step_counts(job, spec)
-            newest = max(counts.values(), default=0)
+            newest = max(0, *counts.values())
             stale |= {rank for rank, count in counts.items() if count < newest}
     return frozenset(stale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,20 +40,29 @@ class Part:
 
 
 def write_part(
-    folder: Path | str, model: str, spec: ModelSpec, layout: Layout, rank: Rank, state: ShardState
+    folder: Path | str,
+    model: str,
+    spec: ModelSpec,
+    layout: Layout,
+    rank: Rank,
+    state: ShardState,
+    omega: Layout | None = None,
 ) -> Part:
     """Write `folder/model/part-<place>.safetensors`, flushed to the disk. Called on every rank of one unit.
 
-    `grad` is never stored. The file's number is the rank's place in the layout. Raises CheckpointError when
-    the disk refuses.
+    `grad` is never stored. The file's number is the rank's place in the layout. Where the units share the
+    optimizer's state, `omega` is its layout and every rank of it writes; those outside `layout`, which is
+    that of one unit, write no weights. Raises CheckpointError when the disk refuses.
     """
-    name = f"part-{layout.ranks.index(rank):05d}.safetensors"
+    name = f"part-{(omega or layout).ranks.index(rank):05d}.safetensors"
     path = Path(folder) / model / name
     kinds = [kind for kind in state.arenas if kind != "grad"]
-    pieces = owned_pieces(spec, layout)[rank]
+    theta = owned_pieces(spec, layout).get(rank, ())
+    other = theta if omega is None else owned_pieces(spec, omega)[rank]
+    pieces = {kind: theta if kind == "theta" else other for kind in kinds}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checksum = write_tensors(path, _outgoing(state, kinds, pieces))
+        checksum = write_tensors(path, _outgoing(state, pieces))
     except OSError as problem:
         raise CheckpointError(
             explain(
@@ -69,12 +78,12 @@ def write_part(
         sum=checksum,
         dtypes=tuple((kind, str(state[kind].flat.dtype).removeprefix("torch.")) for kind in kinds),
         entries=tuple(
-            Entry(kind=kind, logical=piece.logical, box=piece.box) for kind in kinds for piece in pieces
+            Entry(kind=kind, logical=piece.logical, box=piece.box) for kind in kinds for piece in pieces[kind]
         ),
     )
 
 
-def _outgoing(state: ShardState, kinds: Sequence[str], pieces: Sequence[Piece]) -> list[Outgoing]:
+def _outgoing(state: ShardState, pieces: Mapping[str, Sequence[Piece]]) -> list[Outgoing]:
     return [
         Outgoing(
             name=Entry(kind=kind, logical=piece.logical, box=piece.box).key,
@@ -82,6 +91,6 @@ def _outgoing(state: ShardState, kinds: Sequence[str], pieces: Sequence[Piece]) 
             dtype=state[kind].flat.dtype,
             load=lambda kind=kind, piece=piece: state[kind].piece(piece),  # type: ignore[misc]
         )
-        for kind in kinds
-        for piece in pieces
+        for kind, held in pieces.items()
+        for piece in held
     ]

@@ -17,6 +17,8 @@ from nereus.emu.arena import ShardState
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.loss import Loss
 
+TORN = -1
+
 
 class ScoreEngine(Protocol):
     """Forward passes over given tokens."""
@@ -48,7 +50,8 @@ class TrainEngine(ScoreEngine, Protocol):
     """Forward, backward and optimizer."""
 
     step_count: int
-    """Adam's t, part of the logical state: whoever moves the moments sets it too."""
+    """Adam's t, part of the logical state: whoever moves the moments sets it too. TORN after an update that
+    did not end: the state is then neither that of before nor that of after."""
 
     def train_step(
         self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float

@@ -18,12 +18,14 @@ from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines.protocol import TORN
 from nereus.emu.engines.torch.accumulate import accumulate
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.rope import RopeTable
 from nereus.emu.engines.torch.score import score
+from nereus.emu.engines.torch.slices import Slices
 from nereus.emu.engines.torch.step import ArenaStep
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
 from nereus.emu.layout import Layout, shard
@@ -35,7 +37,8 @@ class TorchEngine:
     """A ScoreEngine, and with an optimizer a TrainEngine.
 
     Without `state` the arenas are new and zero: `fill` them. With it the engine takes over arenas that a
-    transaction has prepared; they must be of this layout's shard and hold every kind of state.
+    transaction has prepared; they must be of this layout's shard and hold every kind of state. With `zero1`
+    the units share the optimizer's state: the arenas of all kinds but theta hold this unit's slice.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class TorchEngine:
         device: torch.device | str = "cpu",
         recompute: bool = False,
         state: ShardState | None = None,
+        zero1: bool = False,
     ) -> None:
         spec = decoder_spec(config)
         mine = shard(spec, layout, groups.rank)
@@ -56,8 +60,11 @@ class TorchEngine:
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
         self._config, self._groups = config, groups
         self._device = torch.device(device)
-        self._state = ShardState.empty(mine, kinds, self._device) if state is None else state
+        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
+        omega = mine if slices is None else slices.own
+        self._state = ShardState.empty(mine, kinds, self._device, omega) if state is None else state
         assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
+        assert all(self._state[kind].shard == omega for kind in kinds if kind != "theta"), "not its slice"
         assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
         self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
         theta = self._state["theta"]
@@ -69,7 +76,7 @@ class TorchEngine:
         )
         self._step = None
         if self._grad is not None and optimizer is not None:
-            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer)
+            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
 
     @property
     def state(self) -> ShardState:
@@ -83,7 +90,7 @@ class TorchEngine:
 
     @property
     def grad(self) -> Arena | None:
-        """Gradients of the last step, clipped; None without an optimizer."""
+        """Gradients of the last step, clipped (with zero1 this unit's own); None without an optimizer."""
         return self._grad
 
     def score(
@@ -133,5 +140,8 @@ class TorchEngine:
         with clock.phase("forward_backward"):
             self._grad.flat.zero_()
             sums = accumulate(self._stage, self._groups, micro_batches, loss, counts)
-        self.step_count += 1
-        return self._step.take(sums, clock, learning_rate=learning_rate, step_count=self.step_count)
+        reduced = self._step.reduce(sums, clock)
+        step_count, self.step_count = self.step_count + 1, TORN
+        metrics = self._step.update(reduced, clock, learning_rate=learning_rate, step_count=step_count)
+        self.step_count = step_count
+        return metrics

@@ -23,6 +23,7 @@ def open_trainer(
         device=device,
         recompute=spec.recompute,
         state=state,
+        zero1=spec.zero1,
     )
 
 

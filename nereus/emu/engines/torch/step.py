@@ -2,6 +2,8 @@
 
 partial gradients --> units --> norm, clip --> AdamW
 kv, tp, tie groups    dp group   unit group    flat arenas
+
+Where the units share the optimizer's state (ZeRO-1), each updates its slice alone (`slices`).
 """
 
 from __future__ import annotations
@@ -25,14 +27,28 @@ from nereus.emu.engines.torch.gradients import (
     squared_norm,
 )
 from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.engines.torch.slices import Slices
 from nereus.emu.layout import Layout
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit_groups import UnitGroups
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """Flat gradients summed over all units, their global norm, and the sums that the loss reports."""
+
+    grad: Tensor
+    norm: float
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArenaStep:
-    """The optimizer of one shard, over its arenas and the arena of its gradients."""
+    """The optimizer of one shard, over its arenas and the arena of its gradients.
+
+    With `slices` the arenas of all kinds but theta hold this rank's slice of the shard, and `owned` are
+    intervals of such an arena.
+    """
 
     state: ShardState
     grad: Arena
@@ -40,6 +56,7 @@ class ArenaStep:
     settings: AdamW
     partial: tuple[PartialGradient, ...]
     owned: tuple[tuple[int, int], ...]
+    slices: Slices | None = None
 
     @classmethod
     def of(
@@ -50,6 +67,7 @@ class ArenaStep:
         layout: Layout,
         groups: UnitGroups,
         settings: AdamW,
+        slices: Slices | None = None,
     ) -> ArenaStep:
         """For a shard of `spec` under `layout`."""
         return cls(
@@ -58,43 +76,62 @@ class ArenaStep:
             groups=groups,
             settings=settings,
             partial=partial_gradients(spec, layout, state.shard),
-            owned=owned_spans(spec, layout, state.shard),
+            owned=owned_spans(spec, layout, state.shard if slices is None else slices.own),
+            slices=slices,
         )
 
-    def take(
-        self, sums: dict[str, Tensor], clock: Clock, *, learning_rate: float, step_count: int
-    ) -> TrainMetrics:
-        """Sum the gradients, clip them, and take step number `step_count`; collective over all units.
+    def reduce(self, sums: dict[str, Tensor], clock: Clock) -> Reduced:
+        """Sum the gradients and the losses over all units; collective over them. Changes no state.
 
-        `sums` are this unit's by name, `loss` among them, known to the last stage only. `grad` holds the
-        clipped gradients afterwards.
+        `sums` are this unit's by name, `loss` among them, known to the last stage only.
         """
         with clock.phase("reduce"):
             complete(self.grad, self.partial, self.groups)
-            if self.groups.dp is not None:
-                dist.all_reduce(self.grad.flat, group=self.groups.dp)
-            norm = self._norm()
+            grad = self._summed()
+            norm = self._norm(grad)
             stats = total_sums(sums, self.groups, self.grad.device)
+        return Reduced(grad=grad, norm=norm, stats=stats)
+
+    def update(
+        self, reduced: Reduced, clock: Clock, *, learning_rate: float, step_count: int
+    ) -> TrainMetrics:
+        """Clip the gradients and take step number `step_count`; with slices collective over all units.
+
+        `grad` holds the clipped gradients afterwards; with slices it holds this unit's own gradients.
+        """
         with clock.phase("optimizer"):
-            adam.clip(self.grad.flat, norm, self.settings.max_gradient_norm)
-            adam.step(
-                self.state,
-                self.grad.flat,
-                self.settings,
-                learning_rate=learning_rate,
-                step_count=step_count,
-            )
+            adam.clip(reduced.grad, reduced.norm, self.settings.max_gradient_norm)
+            state = self.state if self.slices is None else self._sliced(self.slices)
+            adam.step(state, reduced.grad, self.settings, learning_rate=learning_rate, step_count=step_count)
+            if self.slices is not None:
+                self.slices.spread(state["theta"], self.state["theta"])
+        stats = dict(reduced.stats)
         return TrainMetrics(
             loss=stats.pop("loss"),
-            gradient_norm=norm,
+            gradient_norm=reduced.norm,
             learning_rate=learning_rate,
             stats=stats,
             seconds=clock.seconds,
         )
 
-    def _norm(self) -> float:
+    def _summed(self) -> Tensor:
+        """The gradients summed over the units: of the whole shard, or of this rank's slice."""
+        if self.slices is not None:
+            return self.slices.reduce(self.grad).flat
+        if self.groups.dp is not None:
+            dist.all_reduce(self.grad.flat, group=self.groups.dp)
+        return self.grad.flat
+
+    def _sliced(self, slices: Slices) -> ShardState:
+        """This rank's slice of the weights, to be updated, beside its slice of the optimizer's state."""
+        theta = slices.pack(self.state["theta"], slices.mine)
+        return ShardState(shard=slices.own, arenas={**self.state.arenas, "theta": theta})
+
+    def _norm(self, grad: Tensor) -> float:
         """The norm over all logical elements of the model."""
-        total: Tensor = squared_norm(self.grad.flat, self.owned)
+        total: Tensor = squared_norm(grad, self.owned)
         if self.groups.unit is not None:
             dist.all_reduce(total, group=self.groups.unit)
+        if self.slices is not None and self.groups.dp is not None:
+            dist.all_reduce(total, group=self.groups.dp)
         return float(torch.sqrt(total))
