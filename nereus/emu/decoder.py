@@ -247,11 +247,17 @@ VALUE_HEAD = "score.weight"
 FINAL_NORM = "model.norm.weight"
 
 
-def decoder_spec(config: DecoderConfig, *, vocab_multiple: int = 1) -> ModelSpec:
-    """The logical tensors of the decoder and how the torch engine stores them.
+def decoder_spec(
+    config: DecoderConfig,
+    *,
+    vocab_multiple: int = 1,
+    qkv_order: Literal["blocks", "per_kv_group"] = "blocks",
+) -> ModelSpec:
+    """The logical tensors of the decoder and how an engine stores them; the default is the torch engine's way.
 
-    q, k, v (and their biases) are stored fused in blocks, gate and up too; the vocabulary is padded up to a
-    multiple of `vocab_multiple * tp` rows. With a value head there is no `lm_head` and nothing is tied.
+    q, k, v (and their biases) are stored fused in `qkv_order`, gate and up in blocks; the vocabulary is padded
+    up to a multiple of `vocab_multiple * tp` rows. With a value head there is no `lm_head` and nothing is
+    tied.
     """
     h, d, kv = config.hidden_size, config.head_dim, config.num_kv_heads
     group = config.num_heads // kv
@@ -280,7 +286,7 @@ def decoder_spec(config: DecoderConfig, *, vocab_multiple: int = 1) -> ModelSpec
                 add(f"self_attn.{letter}_proj.bias", (heads * d,), cut)
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             parts = tuple(f"{at}self_attn.{letter}_proj.{kind}" for letter in "qkv")
-            fused.append(Fused(name=f"{at}self_attn.qkv_proj.{kind}", parts=parts))
+            fused.append(Fused(name=f"{at}self_attn.qkv_proj.{kind}", parts=parts, order=qkv_order))
         if config.qk_norm:
             add("self_attn.q_norm.weight", (d,), whole)
             add("self_attn.k_norm.weight", (d,), whole)

@@ -1,0 +1,204 @@
+"""The Megatron engine: scoring and training of one shard by megatron-core's GPTModel and schedules.
+
+    rows --> Megatron's schedule over GPTModel --> head --> loss --> gradients in the arena --> ArenaStep
+             (1F1B when pp > 1)                   ours                                        ours
+
+Weights, moments and gradients lie in arenas as the torch engine's do, so transitions, weight syncs and
+checkpoints know nothing of Megatron; only the storage order of qkv differs (`StageSpec.tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
+from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.decoder import DecoderConfig
+from nereus.emu.engines.limits import check_layout
+from nereus.emu.engines.megatron.groups import collection
+from nereus.emu.engines.megatron.model import (
+    bind,
+    head_name,
+    stage_model,
+    transformer_config,
+    uses_transformer_engine,
+)
+from nereus.emu.engines.megatron.process import MegatronProcess
+from nereus.emu.engines.megatron.rows import Rows
+from nereus.emu.engines.megatron.schedule import Schedule
+from nereus.emu.engines.torch.accumulate import on_device
+from nereus.emu.engines.torch.clock import Clock
+from nereus.emu.engines.torch.forward import head_scores
+from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.engines.torch.packing import Packed, pack
+from nereus.emu.engines.torch.rows import take_rows
+from nereus.emu.engines.torch.score import by_length, present
+from nereus.emu.engines.torch.step import ArenaStep
+from nereus.emu.layout import Layout, shard
+from nereus.emu.loss import Loss
+from nereus.emu.tensor import ModelSpec
+from nereus.emu.unit_groups import UnitGroups
+
+
+class MegatronEngine:
+    """A ScoreEngine, and with an optimizer a TrainEngine. `spec` is the model as Megatron stores it.
+
+    Without `state` the arenas are new and zero: `fill` them. Needs a default world, if only of one rank.
+    Raises InvalidLayout for a cut that Megatron cannot make.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        groups: UnitGroups,
+        *,
+        optimizer: AdamW | None,
+        device: torch.device | str = "cpu",
+        recompute: bool = False,
+        state: ShardState | None = None,
+    ) -> None:
+        check_layout("megatron", config, layout)
+        mine = shard(spec, layout, groups.rank)
+        dtype = TORCH_DTYPE[config.dtype]
+        kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
+        self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
+        self._config, self._groups, self._device = config, groups, torch.device(device)
+        self._state = ShardState.empty(mine, kinds, self._device) if state is None else state
+        assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
+        assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
+        self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
+        self._step = None
+        if self._grad is not None and optimizer is not None:
+            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer)
+        heads = [piece for piece in mine.pieces if piece.physical == head_name(config)]
+        self._vocab = heads[0].box[0] if heads else (0, 0)
+        self._process = MegatronProcess(self._device)
+        ours = collection(groups)
+        with self._process.entered(building=True):
+            settings = transformer_config(config, layout, self._device, recompute=recompute)
+            self._model = stage_model(config, settings, layout, groups.position, ours, self._device)
+        bind(self._model, config, layout, groups.position, self._state["theta"], self._grad)
+        self._schedule = Schedule(self._model, ours, masks=not uses_transformer_engine(self._device))
+
+    @property
+    def state(self) -> ShardState:
+        """The shard's arenas; a write into them is at once the model's."""
+        return self._state
+
+    @property
+    def grad(self) -> Arena | None:
+        """Gradients of the last step, clipped; None without an optimizer."""
+        return self._grad
+
+    def score(
+        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+    ) -> Scores:
+        """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
+        kbt = self._forward(batch, micro_batch_rows, temperature=temperature, entropy=entropy)
+        if self._config.head == "value":
+            return Scores(values_bt=kbt[0])
+        return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
+
+    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
+        return self._forward(batch, micro_batch_rows, temperature=1.0, entropy=False, read="last")[0, :, 0]
+
+    def close(self) -> None:
+        """Free Megatron's scratch memory and what it caches by module."""
+        self._process.close()
+
+    def train_step(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
+    ) -> TrainMetrics:
+        """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
+        assert self._grad is not None, "built without an optimizer"
+        assert self._step is not None, "built without an optimizer"
+        assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
+        clock = Clock(self._device)
+        with clock.phase("forward_backward"):
+            self._grad.flat.zero_()
+            sums = self._accumulate(micro_batches, loss, counts)
+        reduced = self._step.reduce(sums, clock)
+        self.step_count += 1
+        return self._step.update(reduced, clock, learning_rate=learning_rate, step_count=self.step_count)
+
+    def _accumulate(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts
+    ) -> dict[str, Tensor]:
+        """Add the gradients of all micro-batches; returns this unit's sums, on the last stage only."""
+        trimmed = [batch.trimmed() for batch in micro_batches]
+        packed = [pack(batch.batch).to(self._device) for batch in trimmed]
+        rows = [Rows.of(one) for one in packed]
+        sums: dict[str, Tensor] = {}
+
+        def share_of(number: int, hidden_nh: Tensor) -> Tensor:
+            scores = self._scores(
+                packed[number],
+                take_rows(hidden_nh, rows[number].select_m),
+                temperature=loss.temperature,
+                entropy=loss.needs_entropy,
+            )
+            share, parts = loss(scores, on_device(self._device, trimmed[number]), counts)
+            for name, value in ({"loss": share} | parts).items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            return share
+
+        with self._process.entered():
+            self._model.train()
+            self._schedule.run(rows, share_of, forward_only=False)
+        return sums
+
+    def _forward(
+        self,
+        batch: TokenBatch,
+        micro_batch_rows: int,
+        *,
+        temperature: float,
+        entropy: bool,
+        read: Literal["response", "last"] = "response",
+    ) -> Tensor:
+        """Float32 [k, b, t] on the CPU of every rank: log-probabilities, then entropy if asked; or values."""
+        num_kinds = 2 if entropy and self._config.head == "lm" else 1
+        num_columns = batch.max_response if read == "response" else 1
+        out_kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=self._device)
+        if batch.num_rows == 0:
+            return out_kbt.cpu()
+        places = list(by_length(batch, micro_batch_rows))
+        packed = [pack(batch.select(rows_c).trimmed(), read).to(self._device) for rows_c in places]
+        rows = [Rows.of(one) for one in packed]
+
+        def keep(number: int, hidden_nh: Tensor) -> Tensor:
+            hidden_mh = take_rows(hidden_nh, rows[number].select_m)
+            scores = self._scores(packed[number], hidden_mh, temperature=temperature, entropy=entropy)
+            for kind, part_ct in enumerate(present(scores)):
+                out_kbt[kind, places[number].to(self._device), : part_ct.shape[1]] = part_ct
+            return out_kbt.new_zeros(())
+
+        with torch.no_grad(), self._process.entered():
+            self._model.eval()
+            self._schedule.run(rows, keep, forward_only=True)
+            if self._groups.pp is not None:
+                dist.broadcast(out_kbt, group=self._groups.pp, group_src=self._groups.layout.pp - 1)
+        return out_kbt.cpu()
+
+    def _scores(self, packed: Packed, hidden_mh: Tensor, *, temperature: float, entropy: bool) -> Scores:
+        weight, (start, stop) = self._model.output_layer.weight, self._vocab
+        is_value = self._config.head == "value"
+        return head_scores(
+            hidden_mh,
+            packed,
+            head=None if is_value else weight[: stop - start],  # pad rows take part in no softmax
+            score=weight if is_value else None,
+            vocab_start=start,
+            group=self._groups.tp,
+            temperature=temperature,
+            entropy=entropy,
+        )

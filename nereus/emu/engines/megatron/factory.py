@@ -1,0 +1,26 @@
+"""Makes Megatron engines for the registry."""
+
+from __future__ import annotations
+
+import torch
+
+from nereus.emu.arena import ShardState
+from nereus.emu.engines.megatron.engine import MegatronEngine
+from nereus.emu.stage import StageSpec
+from nereus.emu.unit_groups import UnitGroups
+
+
+def open_trainer(
+    spec: StageSpec, groups: UnitGroups, *, device: torch.device, state: ShardState | None
+) -> MegatronEngine:
+    """A TrainEngine, or with no optimizer a ScoreEngine."""
+    return MegatronEngine(
+        spec.model,
+        spec.tensors,
+        groups.layout,
+        groups,
+        optimizer=spec.optimizer,
+        device=device,
+        recompute=spec.recompute,
+        state=state,
+    )
