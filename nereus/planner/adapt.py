@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 
 from nereus.config.adaptation import Thresholds
 from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge
 from nereus.planner.choose import Priced
-from nereus.planner.held import best, held, leaner, scaled, sizes_of, with_layouts
-from nereus.planner.plan import Plan
-from nereus.planner.profile import ClusterProfile
+from nereus.planner.held import held, leaner, scaled
+from nereus.planner.outlook import NOW, Outlook, expected_s, exposure, rated
 from nereus.planner.remedy import require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated, seat, shapes_of
@@ -31,8 +30,8 @@ from nereus.planner.triggers import Cause, Trigger, limits, trigger_of
 
 Proposer = Callable[[PlanRequest, tuple[Gpu, ...], Seated | None], Seated]
 """From the request of now, the GPUs that stay and the plan in force to the plan to move to."""
-NOW = (1.0,)
-"""The outlook of a policy that does not look ahead."""
+SPAN_STEPS = 10.0
+"""Steps between two crossings of the length's threshold, before two were seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +94,8 @@ def review(controller: Controller, seated: Seated, signals: Signals, history: Si
     usable = frozenset(gpu.id for gpu in lasting)
     thresholds = controller.thresholds
     history = history.observed(signals, limits(thresholds), thresholds.hysteresis)
+    if seated.in_use - signals.ids:
+        history = history.with_loss(signals.step)
     fresh = trigger_of(
         signals,
         history,
@@ -109,13 +110,28 @@ def review(controller: Controller, seated: Seated, signals: Signals, history: Si
         return Review(seated=seated, history=history)
     if fresh is not None:
         history = history.with_crossing(fresh.cause, signals.step).with_replan(signals, usable)
-    outlook = history.outlook(thresholds.length) if controller.policy.looks_ahead else NOW
+    outlook = outlook_of(controller, history, signals.step)
     target = _proposed(controller, request, lasting, seated, outlook)
     if same_units(seated, target):
         return Review(seated=seated, history=history.settled(), trigger=trigger)
     runs = now is not None and not trigger.cause.forces
-    old_s, new_s = _mean_steps(seated, target, request, outlook) if runs else (None, target.plan.step_s)
+    old_s, new_s = _expected(seated, target, request, outlook) if runs else (None, target.plan.step_s)
     return _weighed(controller, seated, target, signals, history, trigger, old_s, new_s)
+
+
+def outlook_of(controller: Controller, history: SignalHistory, step: int) -> Outlook:
+    """What plans are rated over: lengths until the next crossing, a forced move, the loss of a last copy."""
+    if not controller.policy.looks_ahead:
+        return NOW
+    costs = controller.costs
+    took = [switch.measured_s for switch in history.switches]
+    move_s = median(took) if took else costs.transition_s
+    intervals = history.intervals(Cause.LENGTH)
+    return Outlook(
+        factors=history.outlook(controller.thresholds.length),
+        move_s=move_s / (fmean(intervals) if intervals else SPAN_STEPS),
+        loss_s=max(costs.restart_s - move_s, 0.0) * history.loss_rate(step),
+    )
 
 
 def _standing(policy: AdmissionPolicy, step: int, history: SignalHistory) -> Trigger | None:
@@ -169,7 +185,7 @@ def _proposed(
     request: PlanRequest,
     pool: tuple[Gpu, ...],
     before: Seated | None,
-    outlook: tuple[float, ...] = NOW,
+    outlook: Outlook = NOW,
 ) -> Seated:
     if controller.propose is not None:
         return controller.propose(request, pool, before)
@@ -181,55 +197,27 @@ def proposal(
     headroom: float,
     pool: tuple[Gpu, ...],
     before: Seated | None,
-    outlook: tuple[float, ...] = NOW,
+    outlook: Outlook = NOW,
 ) -> Seated:
     """The best plan over all shapes of the pool, seated. Raises Infeasible, saying what is short, if none
     fits.
 
-    Best is the shortest step on average over `outlook`, factors on the lengths. Plans that fit responses
-    longer by `headroom` come first. Where nothing fits as asked, the options that take least memory are
-    allowed as well (`leaner`).
+    Best is the shortest expected step over the outlook. Plans that fit responses longer by `headroom` come
+    first. Where nothing fits as asked, the options that take least memory are allowed as well (`leaner`).
     """
     shapes = shapes_of(pool, request.cluster)
     asked = [replace(request, cluster=shape.cluster) for shape in shapes]
-    rated = [
+    ratings = [
         (rating, shape)
         for one, shape in zip(asked, shapes, strict=True)
-        for rating in _rated(one, request.cluster, headroom, outlook)
-        or _rated(leaner(one), request.cluster, headroom, NOW)
+        for rating in rated(one, request.cluster, headroom, outlook)
+        or rated(leaner(one), request.cluster, headroom, NOW)
     ]
-    if not rated:
+    if not ratings:
         require_plan(Priced.of(asked[0]))  # raises, saying what is short
-    rating, shape = min(rated, key=lambda pair: pair[0].order)
+    rating, shape = min(ratings, key=lambda pair: pair[0].order)
     sizes = state_bytes(request.workload.models, request.workload.dtype)
     return seat(rating.plan, shape, before, sizes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rating:
-    """A plan for now; `order` is least for the best: fits with headroom, fits the outlook, mean step."""
-
-    plan: Plan
-    order: tuple[bool, int, float]
-
-
-def _rated(
-    request: PlanRequest, largest: ClusterProfile, headroom: float, outlook: tuple[float, ...]
-) -> list[_Rating]:
-    """Plans that are best somewhere in the outlook, or with headroom, and fit now."""
-    found = [best(scaled(request, factor), largest) for factor in (*outlook, 1 + headroom)]
-    options = {(sizes_of(plan), plan.arrangement.placement): plan for plan in found if plan is not None}
-    ratings = []
-    for sizes, placement in options:
-        asked = replace(request, placement=placement)
-        plans = [with_layouts(scaled(asked, factor), sizes, largest) for factor in outlook]
-        if plans[0] is None:
-            continue
-        is_tight = with_layouts(scaled(asked, 1 + headroom), sizes, largest) is None
-        steps = [plan.step_s for plan in plans if plan is not None]
-        order = (is_tight, len(plans) - len(steps), fmean(steps))
-        ratings.append(_Rating(plan=plans[0], order=order))
-    return ratings
 
 
 def _fits(seated: Seated, request: PlanRequest, headroom: float) -> bool:
@@ -237,21 +225,22 @@ def _fits(seated: Seated, request: PlanRequest, headroom: float) -> bool:
     return held(seated, scaled(request, 1 + headroom)) is not None
 
 
-def _mean_steps(
-    one: Seated, other: Seated, request: PlanRequest, outlook: tuple[float, ...]
-) -> tuple[float, float]:
-    """Mean step of both plans over that part of the outlook that both fit; of now at least."""
-    pairs = [
-        (first_plan.step_s, second_plan.step_s)
-        for factor in outlook
-        for first_plan, second_plan in [
-            (held(one, scaled(request, factor)), held(other, scaled(request, factor)))
-        ]
-        if first_plan is not None and second_plan is not None
+def _expected(one: Seated, other: Seated, request: PlanRequest, outlook: Outlook) -> tuple[float, float]:
+    """Expected seconds a step of both plans over the outlook."""
+    rows = [
+        [None if plan is None else plan.step_s for plan in plans]
+        for plans in (
+            [held(seated, scaled(request, factor)) for factor in outlook.factors] for seated in (one, other)
+        )
     ]
-    if not pairs:
-        return one.plan.step_s, other.plan.step_s
-    return fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)
+    least = [
+        min((step for step in pair if step is not None), default=None) for pair in zip(*rows, strict=True)
+    ]
+    first_s, other_s = (
+        expected_s(row, least, outlook) + outlook.loss_s * exposure(seated.plan, seated.cluster)
+        for row, seated in zip(rows, (one, other), strict=True)
+    )
+    return first_s, other_s
 
 
 def same_units(one: Seated, other: Seated) -> bool:

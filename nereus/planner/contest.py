@@ -18,7 +18,9 @@ from nereus.errors import ConfigError, explain
 from nereus.planner.adapt import Controller
 from nereus.planner.clairvoyant import nodes_cluster, oracle_controllers, true_request
 from nereus.planner.conditions import Trace
+from nereus.planner.fixed import Choice, Fix
 from nereus.planner.held import best, layout_fixes, sizes_of
+from nereus.planner.plan import Plan
 from nereus.planner.policies.configured import policy_of
 from nereus.planner.policies.dp_scaling import DpScaling
 from nereus.planner.replay_run import Run
@@ -26,7 +28,8 @@ from nereus.planner.request import PlanRequest
 from nereus.planner.simulate import replay
 from nereus.planner.transition_time import FixedCosts
 
-WORDS = ("fixed", "never", "any_gain", "every_N", "verl_gate", "payback", "payback=GAMMA", "oracle")
+BY_HAND = ("fixed", "frozen")
+WORDS = ("fixed", "frozen", "never", "any_gain", "every_N", "verl_gate", "payback", "payback=GAMMA", "oracle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,8 @@ class Contest:
         if word == "oracle":
             controllers = oracle_controllers(self._controller(NeverPolicy()), self.trace)
             return replay(controllers.__getitem__, self.trace, seed=self.seed, policy=word)
-        if word == "fixed":
-            return replay(self._fixed().__getitem__, self.trace, seed=self.seed)
+        if word in BY_HAND:
+            return replay(self._by_hand(word).__getitem__, self.trace, seed=self.seed, policy=word)
         return replay(self._controller(parse_policy(word)), self.trace, seed=self.seed, policy=word)
 
     def _controller(self, policy: Policy) -> Controller:
@@ -56,13 +59,14 @@ class Contest:
             costs=self.costs,
         )
 
-    def _fixed(self) -> tuple[Controller, ...]:
-        """A controller for every step: tp and pp of all model-stages as the best plan at the start has them.
+    def _by_hand(self, word: str) -> tuple[Controller, ...]:
+        """A controller for every step: tp and pp of all model-stages as the best plan at the start has them,
+        for `frozen` micro-batches and recomputation too.
 
         Where no number of units of these fits any longer, somebody chooses anew by hand, as well as can be,
-        and the job restarts; that is the most that can be said for a job with fixed layouts.
+        and the job restarts; that is the most that can be said for a job with a fixed configuration.
         """
-        controller = replace(self._controller(NeverPolicy()), policy=DpScaling())
+        controller = replace(self._controller(NeverPolicy()), policy=DpScaling(name=word))
         by_hand = replace(self.costs, in_place=False)
         fixed: PlanRequest | None = None
         out: list[Controller] = []
@@ -75,6 +79,8 @@ class Contest:
                 plan = best(asked, self.request.cluster)
                 if plan is not None:
                     fixes = (*self.request.fixed, *layout_fixes(sizes_of(plan), dp=False))
+                    if word == "frozen":
+                        fixes += _option_fixes(plan)
                     fixed = replace(self.request, fixed=fixes, placement=plan.arrangement.placement)
                     is_new = bool(out)
             costs = by_hand if is_new else self.costs
@@ -83,6 +89,23 @@ class Contest:
 
     def _none_fits(self, request: PlanRequest) -> bool:
         return best(request, self.request.cluster) is None
+
+
+def _option_fixes(plan: Plan) -> tuple[Fix, ...]:
+    """A plan's micro-batches and recomputation as fixed choices. Engines see to residency by themselves."""
+    values = (
+        (item.model_stage, choice, value)
+        for item in plan.assignments
+        for choice, value in (
+            (Choice.MICRO_BATCH, item.option.micro_batch),
+            (Choice.RECOMPUTE, item.option.recompute),
+        )
+    )
+    return tuple(
+        Fix(scope=str(stage), choice=choice, value=value)
+        for stage, choice, value in values
+        if value is not None
+    )
 
 
 def parse_policy(word: str) -> Policy:

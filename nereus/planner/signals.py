@@ -95,11 +95,12 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalHistory:
-    """All that decisions may look back on.
+    """All that decisions may look back on, since `started_at`.
 
     `references` are the drift signals at the last planning; `outside` counts the steps that a signal has been
     beyond its threshold (0: inside). `crossings` are the steps at which a cause fired, by its name;
-    `switches` are the transitions done. `trend` is the direction of the lengths, 1 up and -1 down, since they
+    `losses` are the steps at which GPUs in use were gone without a warning, `switches` the transitions done.
+    `trend` is the direction of the lengths, 1 up and -1 down, since they
     last drifted by a third of their threshold. `waiting_for` is the cause of a change that was refused though
     it is better, `waiting_since` the step of the first refusal, and `waited_s` the seconds that staying has
     cost since.
@@ -110,6 +111,8 @@ class SignalHistory:
     usable: frozenset[GpuId] = frozenset()
     crossings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     switches: tuple[Switch, ...] = ()
+    losses: tuple[int, ...] = ()
+    started_at: int = 0
     planned_at: int = 0
     trend: int = 0
     waiting_for: str | None = None
@@ -119,7 +122,18 @@ class SignalHistory:
     @classmethod
     def start(cls, signals: Signals, usable: frozenset[GpuId]) -> SignalHistory:
         """The history at the first plan."""
-        return cls(references=signals.drift_values, usable=usable, planned_at=signals.step)
+        step = signals.step
+        return cls(references=signals.drift_values, usable=usable, started_at=step, planned_at=step)
+
+    def after(self, earlier: SignalHistory) -> SignalHistory:
+        """The same with what had been seen before the job came to a stop."""
+        return replace(
+            self,
+            crossings=earlier.crossings,
+            switches=earlier.switches,
+            losses=earlier.losses,
+            started_at=earlier.started_at,
+        )
 
     def observed(
         self, signals: Signals, thresholds: Mapping[Drift, float], hysteresis: float
@@ -151,6 +165,14 @@ class SignalHistory:
         """A cause of this name fired before this step."""
         known = self.crossings.get(name, ())
         return replace(self, crossings={**self.crossings, name: (*known, step)})
+
+    def with_loss(self, step: int) -> SignalHistory:
+        """GPUs in use were gone at this step without a warning."""
+        return replace(self, losses=(*self.losses, step))
+
+    def loss_rate(self, step: int) -> float:
+        """Sudden losses a step so far."""
+        return len(self.losses) / max(step - self.started_at, 1)
 
     def with_replan(self, signals: Signals, usable: frozenset[GpuId]) -> SignalHistory:
         """After a planning: the signals of now are the references from here on."""

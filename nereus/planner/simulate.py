@@ -124,7 +124,7 @@ def _decide(
             job.transition_s += controller.costs.restart_s
             job.num_transitions += 1
             job.num_restarts += 1
-            history = replace(history, crossings=job.history.crossings, switches=job.history.switches)
+            history = history.after(job.history)
         job.history = history
         return
     outcome = review(controller, job.seated, signals, job.history)
@@ -156,7 +156,9 @@ def _signals(
     draining: tuple[tuple[int, float], ...],
 ) -> Signals:
     now_s = number * job.trace.step_s
-    leaves = dict(draining)
+    # The trace counts in steps of its own length: what leaves within one leaves within one of the job's.
+    scale = 1.0 if job.seated is None else job.seated.plan.step_s / job.trace.step_s
+    leaves = {node: scale * after_s for node, after_s in draining}
     pool = tuple(
         Gpu(
             id=node * job.width + at,
