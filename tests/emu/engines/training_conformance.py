@@ -143,11 +143,14 @@ class Trainers:
             units=tuple(unit.layout for unit in plan.new),
             origin=FromMemory(step_count=step_count),
         )
+        self._workers.run(do, "begin_transition", self._epoch, workers=plan.ranks)
         for rank in plan.ranks:
             order = Order(source=NAME, target=NAME, model=plan.model, plan=plan.rank_plan(rank))
-            self._workers.call(rank, do, "prepare_transition", self._epoch, (order,), 60.0)
-        votes = [self._workers.result(rank) for rank in plan.ranks]
-        assert all(vote.yes for vote in votes), votes
+            self._workers.call(rank, do, "prepare_operation", order, 60.0)
+        for rank in plan.ranks:
+            self._workers.result(rank)
+        votes = self._workers.run(do, "vote", workers=plan.ranks)
+        assert all(vote.yes for vote in votes.values()), votes
         decision = Decision(epoch=self._epoch, outcome=Outcome.COMMIT)
         self._workers.run(do, "apply_decision", decision, workers=plan.ranks)
         self.build(placed)

@@ -32,6 +32,7 @@ from nereus.emu.engines.megatron.model import (
 from nereus.emu.engines.megatron.process import MegatronProcess
 from nereus.emu.engines.megatron.rows import Rows
 from nereus.emu.engines.megatron.schedule import Schedule
+from nereus.emu.engines.protocol import TORN
 from nereus.emu.engines.torch.accumulate import on_device
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import head_scores
@@ -39,6 +40,7 @@ from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
 from nereus.emu.engines.torch.score import by_length, present
+from nereus.emu.engines.torch.slices import Slices
 from nereus.emu.engines.torch.step import ArenaStep
 from nereus.emu.layout import Layout, shard
 from nereus.emu.loss import Loss
@@ -63,6 +65,7 @@ class MegatronEngine:
         optimizer: AdamW | None,
         device: torch.device | str = "cpu",
         recompute: bool = False,
+        zero1: bool = False,
         state: ShardState | None = None,
     ) -> None:
         check_layout("megatron", config, layout)
@@ -71,13 +74,15 @@ class MegatronEngine:
         kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
         self._config, self._groups, self._device = config, groups, torch.device(device)
-        self._state = ShardState.empty(mine, kinds, self._device) if state is None else state
+        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
+        omega = mine if slices is None else slices.own
+        self._state = ShardState.empty(mine, kinds, self._device, omega) if state is None else state
         assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
         assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
         self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
         self._step = None
         if self._grad is not None and optimizer is not None:
-            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer)
+            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
         heads = [piece for piece in mine.pieces if piece.physical == head_name(config)]
         self._vocab = heads[0].box[0] if heads else (0, 0)
         self._process = MegatronProcess(self._device)
@@ -95,7 +100,7 @@ class MegatronEngine:
 
     @property
     def grad(self) -> Arena | None:
-        """Gradients of the last step, clipped; None without an optimizer."""
+        """Gradients of the last step, clipped (with zero1 this unit's own); None without an optimizer."""
         return self._grad
 
     def score(
@@ -127,8 +132,10 @@ class MegatronEngine:
             self._grad.flat.zero_()
             sums = self._accumulate(micro_batches, loss, counts)
         reduced = self._step.reduce(sums, clock)
-        self.step_count += 1
-        return self._step.update(reduced, clock, learning_rate=learning_rate, step_count=self.step_count)
+        step_count, self.step_count = self.step_count + 1, TORN
+        metrics = self._step.update(reduced, clock, learning_rate=learning_rate, step_count=step_count)
+        self.step_count = step_count
+        return metrics
 
     def _accumulate(
         self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts

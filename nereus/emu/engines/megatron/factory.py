@@ -22,5 +22,6 @@ def open_trainer(
         optimizer=spec.optimizer,
         device=device,
         recompute=spec.recompute,
+        zero1=spec.zero1,
         state=state,
     )
