@@ -46,6 +46,10 @@ class CheckpointConfig(Frozen):
     """Steps between checkpoints; 0 saves only at the end."""
     keep_last: int = Field(default=2, ge=1)
     """Number of checkpoints kept."""
+    peer_copy_steps: int = Field(default=0, ge=0)
+    """Steps between copies of the trained models in the memory of workers on two nodes; 0 keeps none. A node
+    that takes a model's last replica then costs the steps since the last copy, not since the last checkpoint.
+    """
 
 
 class CampaignConfig(Frozen):
@@ -164,6 +168,15 @@ class CampaignConfig(Frozen):
             raise ValueError(
                 "cluster.max_gpus is given, but without adaptation a job takes no further GPUs; "
                 "add adaptation: {}, or leave max_gpus out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_optimizer(self) -> CampaignConfig:
+        if self.optimizer.zero1 and self.engines.training != "torch":
+            raise ValueError(
+                f"optimizer.zero1 with engines.training = {self.engines.training}, but only the torch engine "
+                "shares an optimizer among units; use engines.training=torch, or leave zero1 out"
             )
         return self
 

@@ -35,6 +35,7 @@ from nereus.emu.groups import Generation, backend_for
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout, Rank, shard
 from nereus.emu.loss import Loss
+from nereus.emu.optimizer_slices import optimizer_stage
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.source import fill
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, StageSpec
@@ -134,6 +135,7 @@ class Worker:
         self._forget(spec.name)
         if groups is None:
             self.participant.live.pop(spec.name, None)
+            self.participant.live.pop(optimizer_stage(spec.name), None)
             return 0
         self._specs[spec.name] = spec
         if spec.role == "generation":
@@ -141,8 +143,17 @@ class Worker:
         engine = open_trainer(spec, groups, device=self.device, state=self._held(spec))
         self._fill(spec, engine)
         self._engines[spec.name] = engine
-        self.participant.live[spec.name] = engine.state
+        self._keep(spec, engine.state)
         return engine.state.num_bytes
+
+    def _keep(self, spec: StageSpec, state: ShardState) -> None:
+        """Let transitions move the state: as one, or weights and optimizer apart where units share it."""
+        live, omega_stage = self.participant.live, optimizer_stage(spec.name)
+        if spec.zero1:
+            live[spec.name], live[omega_stage] = state.split()
+        else:
+            live[spec.name] = state
+            live.pop(omega_stage, None)
 
     def _build_generator(self, spec: StageSpec, groups: UnitGroups) -> int:
         if spec.shares is not None:
@@ -171,7 +182,8 @@ class Worker:
                     rule="a transition leaves a shard in every worker of its new units",
                 )
             )
-        return held
+        omega = self.participant.live.get(optimizer_stage(spec.name))
+        return held if omega is None else held.joined(omega)
 
     def _forget(self, stage: str) -> None:
         for engine in (self._engines.pop(stage, None), self._generators.pop(stage, None)):
@@ -261,6 +273,10 @@ class Worker:
         """
         return self.participant.apply(decision)
 
+    def drop(self, key: str) -> None:
+        """Free a shard that no engine uses: one of a copy that a newer one has replaced."""
+        self.participant.live.pop(key, None)
+
     def _allocate(self, order: Order) -> ShardState:
         unit = order.plan.new
         assert unit is not None, "a worker allocates for a unit that it will be in"
@@ -276,8 +292,8 @@ class Worker:
     def write_checkpoint(self, stage: str, model: str, folder: Path) -> tuple[Part, int]:
         """Write the boxes that this rank owns of a model-stage; returns the part and Adam's step count."""
         engine, spec = self._engines[stage], self._specs[stage]
-        layout = self._layout(stage)
-        part = write_part(folder, model, spec.tensors, layout, self.rank, engine.state)
+        omega = next((unit.layout for unit in spec.optimizer_units), None)
+        part = write_part(folder, model, spec.tensors, spec.units[0], self.rank, engine.state, omega)
         return part, engine.step_count
 
     def step_count(self, stage: str) -> int:

@@ -105,7 +105,8 @@ def training_bytes(
 
     1F1B keeps min(p - i, m) micro-batches alive in stage i, GPipe all m. With the even split the fullest
     stage is the first (most in flight, most layers, the embedding) or the last (the head and its logits);
-    `split` gives the layers of every stage, and `only` picks one of them.
+    `split` gives the layers of every stage, and `only` picks one of them. Units that share the optimizer hold
+    one of dp slices of it, and stage one slice of the gradients.
     """
     share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
     sequences = np.minimum(workload.micro_batch, share)
@@ -113,7 +114,7 @@ def training_bytes(
 
     def stage(layers: Floats, after: Floats | int, first: _Holds, last: _Holds) -> Terms:
         in_flight = rounds if workload.pipeline is Pipeline.GPIPE else np.minimum(after, rounds)
-        return _train_stage(shape, workload, tp, sequences, layers, in_flight, first, last)
+        return _train_stage(shape, workload, tp, dp, sequences, layers, in_flight, first, last)
 
     if split is None:
         most, least = np.ceil(shape.num_layers / pp), np.floor(shape.num_layers / pp)
@@ -135,6 +136,7 @@ def _train_stage(
     shape: DecoderConfig,
     workload: Workload,
     tp: Floats,
+    dp: Floats,
     sequences: Floats,
     layers: Floats,
     in_flight: Floats,
@@ -153,11 +155,13 @@ def _train_stage(
         kept = live
     # What is computed again lives for one layer at a time.
     again = live if workload.recompute is not Recompute.NONE else np.zeros_like(live)
+    held = parameters / dp if workload.zero1 else parameters
+    staged = held if workload.zero1 else np.zeros_like(parameters)
     return {
         "weights": workload.dtype_bytes * parameters,
-        "gradients": workload.grad_bytes * parameters,
-        "master": _MASTER_BYTES * parameters,
-        "moments": _MOMENT_BYTES * parameters,
+        "gradients": workload.grad_bytes * (parameters + staged),
+        "master": _MASTER_BYTES * held,
+        "moments": _MOMENT_BYTES * held,
         "activations": kept * layers * in_flight + again,
         "logits": np.where(head, _logits(shape, workload, tp, tokens, _LOGIT_COPIES_TRAINED), 0.0),
     }

@@ -147,7 +147,7 @@ class Workload:
     at once (None: all of its share), which is the knob that trades KV memory for time;
     `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
     `attention` is how the training engine computes attention, `pipeline` the order of its micro-batches;
-    `old_logprobs`: the training engine
+    `zero1`: the units of a trained model share its optimizer state. `old_logprobs`: the training engine
     scores the responses once more before it trains.
     """
 
@@ -169,6 +169,7 @@ class Workload:
     attention: Attention = Attention.FUSED
     pipeline: Pipeline = Pipeline.ONE_F_ONE_B
     logits_chunk_tokens: int | None = 2048
+    zero1: bool = False
 
     def __post_init__(self) -> None:
         positive = {

@@ -139,6 +139,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         num_epochs=config.batch.epochs,
         num_mini_batches=config.batch.mini_batches,
         old_logprobs=False,
+        zero1=config.optimizer.zero1,
     )
     return PlanRequest(
         workload=workload,

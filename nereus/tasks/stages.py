@@ -92,6 +92,7 @@ def stages_under(
             engine=engine_of(config, stage.role),
             optimizer=adam if stage.role == "training" else None,
             recompute=config.models.recompute,
+            zero1=optimizer.zero1 and stage.role == "training",
             shares=TRAINING if name == GENERATION and shared else None,
         )
         for name, stage in models.items()

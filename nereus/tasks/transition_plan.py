@@ -11,7 +11,7 @@ the training units' weights; where another engine stores it, or workers were los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nereus.emu.chain_time import Seconds
@@ -19,6 +19,8 @@ from nereus.emu.chains import Chain
 from nereus.emu.graph import Node, TransitionGraph, build_graph
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.operations import Destroy, Extend
+from nereus.emu.optimizer_slices import seat
+from nereus.emu.placement import Placement
 from nereus.emu.precedence import precedence
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.reshard import ReshardPlan, plan_reshard
@@ -120,10 +122,11 @@ def plan_transition(
     InvalidOperation when the state cannot be moved, Infeasible when it does not fit into `room`; nothing has
     happened then.
     """
-    sources, targets = _moving(now, lost), _moving(then, lost)
-    broken = {name for name, spec in sources.items() if lost & set(spec.ranks)}
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
     topology = topology or Topology.single_node(1 + max(ranks))
+    sources, targets = _moving(now, lost), _moving(then, lost)
+    targets = {name: _seated(sources[name], spec, topology, lost) for name, spec in targets.items()}
+    broken = {name for name, spec in sources.items() if lost & set(spec.ranks)}
     models = {_model(name): spec.tensors for name, spec in targets.items()}
     before = cluster_state((spec for name, spec in sources.items() if name not in broken), ranks)
     asked = cluster_state((spec for name, spec in targets.items() if name not in broken), ranks)
@@ -134,10 +137,18 @@ def plan_transition(
     }
     units = {name: tuple(unit.layout for unit in after.replicas(name)) for name in targets}
     for name in sorted(broken):
-        chain, plan = _repair(sources[name], targets[name], topology, lost)
-        graph = _with_chain(graph, chain, sources[name])
+        old, new = _units(sources[name]), _units(targets[name])
+        chain, plan = _repair(sources[name].tensors, old, new, topology, lost)
+        graph = _with_chain(graph, chain, old)
         plans[chain.id] = plan
         units[name] = tuple(unit.layout for unit in plan.new)
+    for name, spec in targets.items():
+        old, new = sources[name].optimizer_units, replace(spec, units=units[name]).optimizer_units
+        if not new or (old == new and name not in broken):
+            continue
+        chain, plan = _repair(spec.tensors, old, new, topology, lost, placement="as_given")
+        graph = _with_chain(graph, chain, old)
+        plans[chain.id] = plan
     found = schedule(graph, sizes_of(models), room, topology, _timed_by(plans))
     return Transition(
         schedule=found,
@@ -174,39 +185,53 @@ def _model(model_stage: str) -> str:
     return model_stage.partition(".")[0]
 
 
+def _units(spec: StageSpec) -> tuple[Unit, ...]:
+    return spec.elastic_units(spec.kinds, model=_model(spec.name))
+
+
+def _seated(now: StageSpec, then: StageSpec, topology: Topology, lost: frozenset[Rank]) -> StageSpec:
+    """The units asked for; those that share an optimizer in the order in which most of it stays."""
+    if not then.zero1 or now.units == then.units:
+        return then
+    units = seat(now.tensors, _units(now), now.optimizer_units, _units(then), topology, lost=lost)
+    return replace(then, units=tuple(unit.layout for unit in units))
+
+
 def _repair(
-    now: StageSpec, then: StageSpec, topology: Topology, lost: frozenset[Rank]
+    model: ModelSpec,
+    old: Sequence[Unit],
+    asked: Sequence[Unit],
+    topology: Topology,
+    lost: frozenset[Rank],
+    *,
+    placement: Placement = "max_overlap",
 ) -> tuple[Chain, ReshardPlan]:
-    """A model-stage that lost workers, by one plan: what is left of all its units makes the new ones.
+    """One plan for a model-stage that lost workers, or for an optimizer that units share.
 
     The four operations speak of whole units, so its units are extended, each from whoever holds a part, and
     then those that broke or are left over are destroyed.
     """
-    old = now.elastic_units(now.kinds, model=_model(now.name))
+    name = old[0].model_stage
     twins = {unit.layout: unit for unit in old}
-    fresh = iter(range(len(old), len(old) + len(then.units)))
-    new = [
-        twins.get(unit.layout) or unit.with_id(UnitId(then.name, next(fresh)))
-        for unit in then.elastic_units(then.kinds, model=_model(then.name))
-    ]
-    plan = plan_reshard(now.tensors, old, new, topology=topology, lost=lost)
+    fresh = iter(range(len(old), len(old) + len(asked)))
+    new = [twins.get(unit.layout) or unit.with_id(UnitId(name, next(fresh))) for unit in asked]
+    plan = plan_reshard(model, old, new, topology=topology, lost=lost, placement=placement)
     makes = tuple(unit for unit in plan.new if unit not in old)
     ends = tuple(unit for unit in old if unit not in plan.new)
     into = tuple((unit.id, unit.layout) for unit in makes)
     extends = (Extend(sources=tuple(unit.id for unit in old), into=into),) if makes else ()
     chain = Chain(
-        id=f"{now.name}:repair",
-        model_stage=now.name,
+        id=f"{name}:repair",
+        model_stage=name,
         operations=(*extends, *(Destroy(unit=unit.id) for unit in ends)),
-        reads=old if makes else (),
+        reads=tuple(old) if makes else (),
         ends=ends,
         makes=makes,
     )
     return chain, plan
 
 
-def _with_chain(graph: TransitionGraph, chain: Chain, now: StageSpec) -> TransitionGraph:
-    held = cluster_state((now,), graph.before.ranks).units
+def _with_chain(graph: TransitionGraph, chain: Chain, held: Sequence[Unit]) -> TransitionGraph:
     chains = (*graph.chains, chain)
     before = replace(graph.before, units=(*graph.before.units, *held))
     return replace(graph, before=before, chains=chains, edges=precedence(chains))

@@ -43,7 +43,7 @@ class Driver:
     """Calls the workers as the cluster does, and trains on the same rows under any layout."""
 
     def __init__(self, workers: Workers, address: StoreAddress) -> None:
-        self._workers, self._address = workers, address
+        self.workers, self._address = workers, address
         workers.run(do, "connect", address, 60.0)
         self._generation = 0
 
@@ -51,8 +51,8 @@ class Driver:
         """A new generation over the stage's ranks, and its shards."""
         self._generation += 1
         ranks = sorted(spec.ranks)
-        self._workers.run(do, "join", self._address, self._generation, ranks, 60.0, workers=ranks)
-        self._workers.run(do, "build", spec, workers=ranks)
+        self.workers.run(do, "join", self._address, self._generation, ranks, 60.0, workers=ranks)
+        self.workers.run(do, "build", spec, workers=ranks)
 
     def train(self, spec: StageSpec, batches: list[TrainBatch]) -> None:
         """One step a batch; its rows are dealt to the units, two micro-batches each."""
@@ -62,18 +62,16 @@ class Driver:
             for unit, rows in zip(spec.units, split(batch, [size] * len(spec.units)), strict=True):
                 micro = split(rows, [size // 2, size - size // 2])
                 for rank in unit.ranks:
-                    self._workers.call(rank, do, "train_step", NAME, micro, TokenLoss(), counts, 1e-2)
+                    self.workers.call(rank, do, "train_step", NAME, micro, TokenLoss(), counts, 1e-2)
             for rank in spec.ranks:
-                self._workers.result(rank)
+                self.workers.result(rank)
 
     def save(self, spec: StageSpec, root: Path, step: int) -> Path:
         """A committed checkpoint of the stage; returns the model's folder in it."""
         folder = begin(root, step)
-        written = self._workers.run(
-            do, "write_checkpoint", NAME, "actor", folder, workers=spec.units[0].ranks
-        )
+        written = self.workers.run(do, "write_checkpoint", NAME, "actor", folder, workers=spec.writers)
         parts = [part for part, _ in written.values()]
-        adam_steps = written[spec.units[0].ranks[0]][1]
+        adam_steps = written[spec.writers[0]][1]
         control = Control(
             step=step,
             policy_version=step,
