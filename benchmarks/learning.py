@@ -1,0 +1,307 @@
+"""Learning curves: every algorithm on two tasks, over seeds, without and with four forced transitions.
+
+    python benchmarks/learning.py run    [--output FOLDER] [--only WORD ...] [--seeds 0 1 2]
+    python benchmarks/learning.py report [--output FOLDER] [--images docs/images]
+
+`run` does what is missing, in an order that completes one algorithm after the other, and can be stopped and
+started again: a finished run is never repeated, an unfinished one begins anew. `report` draws what there is
+and prints the tables of docs/learning.md. Two logical GPUs; a run moves through tp 2, dp 2, pp 2 and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nereus.config import CampaignConfig
+    from nereus.record.step import StepRecord
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNT = ROOT / "examples" / "count"
+KL = {"where": "loss", "estimator": "k3-unbiased", "coefficient": 1e-3}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": "grpo", "kl": KL},
+    "ppo": {"kind": "ppo", "kl": KL, "lam": 0.95, "critic_learning_rate": 1e-3},
+    "remax": {"kind": "remax", "kl": KL},
+    "rloo": {"kind": "rloo", "kl": KL},
+    "reinforce_pp": {"kind": "reinforce_pp", "kl": KL},
+}
+ONE = {"actor_training": {"gpus": [0]}, "actor_generation": {"gpus": [1]}}
+MOVES: tuple[dict[str, Any], ...] = (
+    {"actor_training": {"tp": 2}, "actor_generation": {"dp": 2}},
+    {"actor_training": {"dp": 2}, "actor_generation": {"tp": 2}},
+    {"actor_training": {"pp": 2}, "actor_generation": {"dp": 2}},
+    {"actor_training": {"gpus": [1]}, "actor_generation": {"gpus": [0]}},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task and how long it is trained; the transitions divide its steps into five parts."""
+
+    name: str
+    folder: Path
+    prompts: Path
+    reward: Path
+    steps: int
+    batch: dict[str, int]
+    max_new_tokens: int
+    learning_rate: float
+
+    def make_model(self) -> None:
+        """Make the model's folder unless it is there."""
+        script = COUNT / "make_model.py" if self.name == "count" else ROOT / "benchmarks" / "learning_sort.py"
+        words = ["--output", str(self.folder)] if self.name == "count" else [str(self.folder)]
+        subprocess.run([sys.executable, str(script), *words], check=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One campaign of the benchmark."""
+
+    task: Task
+    algorithm: str
+    seed: int
+    moves: bool
+
+    @property
+    def name(self) -> str:
+        """Names the run's folder."""
+        return f"{self.task.name}-{self.algorithm}-{self.seed}-{'moved' if self.moves else 'still'}"
+
+    def records(self, output: Path) -> list[StepRecord]:
+        """The run's steps if it is finished, else none."""
+        from nereus.record.metrics import read_records
+
+        if not (output / self.name / "report.html").is_file():
+            return []
+        return read_records(output / self.name / "metrics.jsonl")
+
+    def config(self, output: Path) -> CampaignConfig:
+        """The campaign."""
+        from nereus.config import CampaignConfig
+
+        task = self.task
+        changes = [
+            {"before_step": task.steps * (i + 1) // (len(MOVES) + 1), "plan": plan}
+            for i, plan in enumerate(MOVES)
+        ]
+        return CampaignConfig.model_validate(
+            {
+                "name": self.name,
+                "output": str(output),
+                "seed": self.seed,
+                "steps": task.steps,
+                "models": {"actor": str(task.folder)},
+                "prompts": {"source": {"kind": "python", "function": f"{task.prompts}:prompts"}},
+                "reward": {"kind": "python", "function": f"{task.reward}:reward", "workers": 1},
+                "algorithm": ALGORITHMS[self.algorithm],
+                "batch": task.batch,
+                "sampling": {"max_new_tokens": task.max_new_tokens},
+                "optimizer": {"learning_rate": task.learning_rate},
+                "plan": ONE,
+                "changes": changes if self.moves else [],
+                "cluster": {"gpus": 2, "device": "cpu", "timeout_s": 300},
+                "checkpoint": {"every_steps": 0, "keep_last": 1},
+                "tracking": "step",
+            }
+        )
+
+
+def tasks(output: Path) -> tuple[Task, ...]:
+    """The two tasks."""
+    sort = ROOT / "benchmarks" / "learning_sort.py"
+    return (
+        Task(
+            name="count",
+            folder=output / "model-count",
+            prompts=COUNT / "prompts.py",
+            reward=COUNT / "reward.py",
+            steps=20,
+            batch={"prompts": 8, "samples": 8, "micro_batch_rows": 32},
+            max_new_tokens=64,
+            learning_rate=2e-4,
+        ),
+        Task(
+            name="sort",
+            folder=output / "model-sort",
+            prompts=sort,
+            reward=sort,
+            steps=60,
+            batch={"prompts": 16, "samples": 8, "micro_batch_rows": 64},
+            max_new_tokens=8,
+            learning_rate=2e-4,
+        ),
+    )
+
+
+def all_runs(output: Path, seeds: Sequence[int]) -> Iterator[Run]:
+    """Task by task and algorithm by algorithm: first all seeds without transitions, then with."""
+    for task in tasks(output):
+        for algorithm in ALGORITHMS:
+            for moves in (False, True):
+                for seed in seeds:
+                    yield Run(task=task, algorithm=algorithm, seed=seed, moves=moves)
+
+
+def run(output: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
+    """Do the runs that are missing and whose names contain every word of `only`."""
+    from nereus.cli.embedded import prepare_environment
+
+    output.mkdir(parents=True, exist_ok=True)
+    prepare_environment(output)
+    import ray
+
+    from nereus.flows.campaign import campaign
+
+    wanted = [one for one in all_runs(output, seeds) if all(word in one.name for word in only)]
+    for task in {one.task.name: one.task for one in wanted}.values():
+        task.make_model()
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    for one in wanted:
+        if one.records(output):
+            continue
+        shutil.rmtree(output / one.name, ignore_errors=True)
+        started = time.perf_counter()
+        campaign(one.config(output))
+        rewards = [record.reward_mean or 0.0 for record in one.records(output)]
+        took_s = time.perf_counter() - started
+        print(f"{one.name}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} in {took_s:.0f} s", flush=True)
+    ray.shutdown()
+
+
+Curves = dict[str, list[list[float]]]
+
+
+def curves(output: Path, task: Task, algorithm: str, seeds: Sequence[int], moves: bool) -> Curves:
+    """By quantity, the curve of every seed that is finished."""
+    found: Curves = {"reward": [], "kl": []}
+    for seed in seeds:
+        records = Run(task=task, algorithm=algorithm, seed=seed, moves=moves).records(output)
+        if records:
+            found["reward"].append([record.reward_mean or 0.0 for record in records])
+            found["kl"].append([record.stats["kl/actor"] for record in records])
+    return found
+
+
+def report(output: Path, images: Path, seeds: Sequence[int]) -> None:
+    """Draw a figure for every task and print the tables."""
+    for task in tasks(output):
+        both = {
+            name: [curves(output, task, name, seeds, moves) for moves in (False, True)] for name in ALGORITHMS
+        }
+        if any(still["reward"] for still, _ in both.values()):
+            draw(task, both, images / f"learning-{task.name}.png")
+            print(f"\n{task.name}, {task.steps} steps\n")
+            print("\n".join(table(task, both)))
+
+
+def table(task: Task, both: dict[str, list[Curves]]) -> Iterator[str]:
+    """Markdown: first and last reward, and how often the moved mean lies within the still seeds' band."""
+    yield (
+        "| algorithm | seeds still + moved | reward, first steps | last steps, still | last steps, moved "
+        "| moved mean in band: reward | KL | largest distance, reward |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    last = max(1, task.steps // 5)
+    for name, (still, moved) in both.items():
+        if not still["reward"]:
+            continue
+        first = f"{mean_of(still['reward'], 0, 2):.3f}"
+        end = [f"{mean_of(c['reward'], -last, None):.3f}" if c["reward"] else "–" for c in (still, moved)]
+        inside = ["–", "–"]
+        distance = "–"
+        if moved["reward"]:
+            inside = [f"{share_inside(still[q], moved[q]):.0%}" for q in ("reward", "kl")]
+            distance = f"{largest_distance(still['reward'], moved['reward']):.3f}"
+        seeds = f"{len(still['reward'])} + {len(moved['reward'])}"
+        yield f"| {name} | {seeds} | {first} | {end[0]} | {end[1]} | {inside[0]} | {inside[1]} | {distance} |"
+
+
+def mean_of(seeds: list[list[float]], start: int, end: int | None) -> float:
+    """Mean over the seeds and over some steps."""
+    return statistics.mean(value for curve in seeds for value in curve[start:end])
+
+
+def share_inside(still: list[list[float]], moved: list[list[float]]) -> float:
+    """Share of steps at which the mean over moved seeds lies between the least and the greatest still one."""
+    steps = list(zip(zip(*still, strict=True), zip(*moved, strict=True), strict=True))
+    # Before they differ both are the same to the last bit or nearly: a millionth of slack for rounding.
+    return sum(min(a) - 1e-6 <= statistics.mean(b) <= max(a) + 1e-6 for a, b in steps) / len(steps)
+
+
+def largest_distance(still: list[list[float]], moved: list[list[float]]) -> float:
+    """Over steps, the largest difference between the means over seeds."""
+    steps = zip(zip(*still, strict=True), zip(*moved, strict=True), strict=True)
+    return max(abs(statistics.mean(a) - statistics.mean(b)) for a, b in steps)
+
+
+def draw(task: Task, both: dict[str, list[Curves]], path: Path) -> None:
+    """Reward above, KL below, an algorithm a column: the band of the still seeds, and the moved ones."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(both), figsize=(3.2 * len(both), 5), sharex=True, sharey="row")
+    for column, (name, (still, moved)) in enumerate(both.items()):
+        for row, quantity in enumerate(("reward", "kl")):
+            axis = axes[row][column]
+            if still[quantity]:
+                by_step = list(zip(*still[quantity], strict=True))
+                low, high = [min(values) for values in by_step], [max(values) for values in by_step]
+                axis.fill_between(range(len(low)), low, high, alpha=0.25, label="still, band of seeds")
+                axis.plot([statistics.mean(values) for values in by_step], label="still, mean")
+            for number, curve in enumerate(moved[quantity]):
+                label = "moved, each seed" if number == 0 else None
+                axis.plot(curve, color="tab:red", linewidth=0.7, alpha=0.6, label=label)
+            for move in range(1, len(MOVES) + 1):
+                axis.axvline(
+                    task.steps * move // (len(MOVES) + 1), color="grey", linewidth=0.5, linestyle=":"
+                )
+            if row == 0:
+                axis.set_title(name)
+            if column == 0:
+                axis.set_ylabel(quantity)
+    axes[0][0].legend(fontsize=7)
+    figure.suptitle(f"{task.name}: dotted lines are the transitions of the moved runs")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("--output", type=Path, default=Path("runs/learning"), help="folder of the runs")
+    parser.add_argument("--only", nargs="*", default=[], help="words that a run's name must contain")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    arguments = parser.parse_args()
+    output = arguments.output.absolute()
+    if arguments.what == "run":
+        run(output, arguments.seeds, arguments.only)
+    else:
+        report(output, arguments.images, arguments.seeds)
+
+
+if __name__ == "__main__":
+    main()
