@@ -24,6 +24,7 @@ from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
 from nereus.tasks.checkpoint import export_model, save_checkpoint
 from nereus.tasks.job import Job, open_job
+from nereus.tasks.peer_copy import copy_to_peers
 from nereus.tasks.prepare import prepare_campaign
 
 
@@ -77,6 +78,7 @@ def run_steps(job: Job) -> None:
         job.finish_step(record)
         last_step_s = record.step_s
         surviving(job, save_if_due)
+        surviving(job, copy_if_due)
 
 
 def save_if_due(job: Job) -> None:
@@ -85,3 +87,11 @@ def save_if_due(job: Job) -> None:
     is_due = step == job.config.steps or (every > 0 and step % every == 0)
     if step > 0 and is_due and not job.is_saved:
         save_checkpoint(job)
+
+
+def copy_if_due(job: Job) -> None:
+    """Copy the trained models to peers every so many steps, unless this state is copied."""
+    step, every = job.state.step, job.config.checkpoint.peer_copy_steps
+    is_copied = job.copies is not None and job.copies.step == step
+    if every > 0 and 0 < step < job.config.steps and step % every == 0 and not is_copied:
+        copy_to_peers(job)

@@ -1,8 +1,10 @@
 """The emergency path: a job that loses workers goes on with those that are left.
 
     a worker dies ─▶ its peers' collectives fail ─▶ who is alive? ─▶ transition to them ─▶ the same again
-                                                         ▲                   │
-                                                         └── another dies ◀──┘
+                                                         ▲                   │ the last replica was lost
+                                                         └── another dies ◀──┤
+                                                                             ▼
+                                                     copies on peers, else storage: back to their step
 
 It holds for a step, a transition and a checkpoint. Stages of the step that had completed are not run again,
 and optimizer steps that were applied are not applied again: no sample is lost or counted twice.
@@ -10,7 +12,9 @@ and optimizer steps that were applied are not applied again: no sample is lost o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from prefect import flow
@@ -21,9 +25,11 @@ from nereus.emu.stage import StageSpec
 from nereus.errors import NoSource, StageFailed, TransportError, WorkerLost
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.transition import carry_out
+from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
 from nereus.tasks.adapt import seated_stages
 from nereus.tasks.counters import stale_ranks
 from nereus.tasks.job import Job
+from nereus.tasks.peer_copy import go_back_to_copies
 from nereus.tasks.restart import restart_from_storage
 from nereus.tasks.survive import on_survivors
 from nereus.tasks.transition_plan import plan_transition
@@ -37,29 +43,60 @@ def surviving(job: Job, act: Callable[[Job], R]) -> R:
 
     Raises what `act` or the recovery raised when nobody died.
     """
-    gone: frozenset[Rank] = frozenset()
+    emergency: _Emergency | None = None
     while True:
         try:
-            if gone:
+            if emergency is not None:
                 with subflow_of(job):
-                    recovery_flow(job.state.step, sorted(gone))
+                    way = recovery_flow(job.state.step, sorted(emergency.gone))
+                emergency.record(job, way)
+                emergency = None
             return act(job)
         except (WorkerLost, StageFailed, TransportError) as error:
             if job.cluster.stop.is_set():
                 raise
+            emergency = emergency or _Emergency(step=job.state.step, reason=str(error))
             gone = job.cluster.reap(timeout_s=job.config.cluster.timeout_s + ANSWER_S)
             if not gone:
                 raise
+            emergency.gone |= gone
+            emergency.attempts += 1
             job.listener.on_message(f"step {job.state.step}: workers {sorted(gone)} are gone ({error})")
 
 
-@flow(name="recovery", flow_run_name="recovery in step {step}", validate_parameters=False)
-def recovery_flow(step: int, gone: list[Rank]) -> Decision | None:
-    """Move the job from the workers that are gone, lately those in `gone`, to those that are left.
+@dataclass(kw_only=True)
+class _Emergency:
+    """One emergency while it lasts, deaths in its recovery included."""
 
-    Where the last whole copy of a model is gone, or the move is aborted though everybody lives, all models
-    are read from the newest checkpoint and the job goes back to its step; returns that move's decision, None
-    where there was none to make. What was measured before says nothing about the plan from here on.
+    step: int
+    reason: str
+    began_s: float = field(default_factory=time.perf_counter)
+    gone: frozenset[Rank] = frozenset()
+    attempts: int = 0
+
+    def record(self, job: Job, way: Way) -> None:
+        """The job can go on."""
+        record = EmergencyRecord(
+            step=self.step,
+            gone=sorted(self.gone),
+            way=way,
+            attempts=self.attempts,
+            seconds=time.perf_counter() - self.began_s,
+            steps_redone=self.step - job.state.step,
+            reason=self.reason,
+        )
+        append_emergency(job.config.run_folder, record)
+        redone = f", back to step {job.state.step}" if record.steps_redone else ""
+        job.listener.on_message(f"step {self.step}: goes on by {way} after {record.seconds:.1f} s{redone}")
+
+
+@flow(name="recovery", flow_run_name="recovery in step {step}", validate_parameters=False)
+def recovery_flow(step: int, gone: list[Rank]) -> Way:
+    """Move the job from the workers that are gone, those in `gone`, to those that are left; returns how.
+
+    Where the last replica of a model is gone, or the move is aborted though everybody lives, all models go
+    back to the newest copies in the memory of peers, else to the newest checkpoint. What was measured before
+    says nothing about the plan from here on.
     """
     job = current_job()
     job.measured = None
@@ -72,10 +109,14 @@ def recovery_flow(step: int, gone: list[Rank]) -> Decision | None:
         reason = decision.reason
     except NoSource as error:
         reason = str(error)
-    if decision is None or not decision.commits:
-        job.listener.on_message(f"going back to storage: {reason}")
-        restart_from_storage(job, then)
-    return decision
+    if decision is not None and decision.commits:
+        return Way.TRANSITION
+    if go_back_to_copies(job, then):
+        job.listener.on_message(f"went back to the copies on peers: {reason}")
+        return Way.PEER_COPY
+    job.listener.on_message(f"going back to storage: {reason}")
+    restart_from_storage(job, then)
+    return Way.STORAGE
 
 
 def stages_of_survivors(job: Job) -> Mapping[str, StageSpec]:

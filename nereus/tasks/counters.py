@@ -37,6 +37,6 @@ def stale_ranks(job: Job) -> frozenset[Rank]:
     for spec in job.stages.values():
         if spec.role == "training":
             counts = step_counts(job, spec)
-            newest = max(0, *counts.values())
+            newest = max([0, *counts.values()])
             stale |= {rank for rank, count in counts.items() if count < newest}
     return frozenset(stale)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nereus.config import CampaignConfig
 from nereus.data.order import Cursor
+from nereus.emu.checkpoint.control import Control
 from nereus.emu.checkpoint.folder import step_folder
 from nereus.emu.checkpoint.source import Checkpoint
 from nereus.emu.cluster import Call, Cluster
@@ -32,6 +33,7 @@ from nereus.rewards.function import RewardFunction
 from nereus.rewards.process import reward_process
 from nereus.tasks.adapt import Adapter, seated_stages, start_adapter
 from nereus.tasks.device import device
+from nereus.tasks.peer_places import Copies
 from nereus.tasks.prepare import Prepared
 from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
 from nereus.tasks.stages import GENERATION, TRAINING
@@ -102,6 +104,8 @@ class Job:
     """The model-stages to move to, of the transition that was asked for last."""
     back_off: BackOff | None = None
     """The plan to which the last transition was aborted, and until when it is not tried again."""
+    copies: Copies | None = None
+    """The newest copies of the trained models in the memory of peers."""
 
     @property
     def config(self) -> CampaignConfig:
@@ -205,7 +209,11 @@ def restored_state(checkpoint: Checkpoint | None) -> CampaignState:
     """The logical state that a checkpoint holds; the first one without a checkpoint."""
     if checkpoint is None:
         return CampaignState()
-    control = checkpoint.control
+    return state_of(checkpoint.control)
+
+
+def state_of(control: Control) -> CampaignState:
+    """The logical state that a control record holds."""
     cursor = Cursor(epoch=control.epoch, position=control.position)
     return CampaignState(
         step=control.step,

@@ -41,10 +41,10 @@ def surviving_units(
     while len(whole) < len(units) and len(free) >= size:
         whole.append(units[0].with_ranks(tuple(free[:size])))
         free = free[size:]
-    return tuple(whole) or (_largest(model, units[0], alive),)
+    return tuple(whole) or (largest_layout(model, units[0], alive),)
 
 
-def _largest(model: ModelSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:
+def largest_layout(model: ModelSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:
     """The largest layout of one unit on `alive`, with as much of the old tensor parallelism as possible."""
     sizes = [
         (tp, pp)
