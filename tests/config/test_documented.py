@@ -12,7 +12,7 @@ from nereus.config.load import load_campaign
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
     pytest.param(block, id=f"{name}-{number}")
-    for name in ("README.md", "docs/campaign.md")
+    for name in ("README.md", "docs/campaign.md", "docs/algorithms.md")
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", (ROOT / name).read_text(), re.DOTALL))
 ]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
