@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nereus.emu.arena import TORCH_DTYPE, ShardState
+from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState
 from nereus.emu.kinds import KindMove
 from nereus.emu.layout import Rank
-from nereus.emu.loose import LooseArena
 from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Transfer
 from nereus.emu.staging import StagingPool
 from nereus.emu.transport.protocol import (
@@ -139,7 +138,7 @@ class _Run:
 
     def chunk(self, chunk: Chunk, *, bounded: bool) -> None:
         if bounded:
-            for arena in _loose(self.new):
+            for arena in _arenas(self.new):
                 arena.allocate(chunk.allocates)
         self._note_state()
         flight: deque[list[_Landing]] = deque()
@@ -159,7 +158,7 @@ class _Run:
         if self.channel is not None:
             self.channel.settle(self.deadline)
         if bounded:
-            for arena in _loose(self.old):
+            for arena in _arenas(self.old):
                 arena.free(chunk.frees)
 
     def _launch(self, turn: Round) -> list[_Landing]:
@@ -285,9 +284,8 @@ def _relays(turn: Round) -> bool:
     )
 
 
-def _loose(state: ShardState | None) -> list[LooseArena]:
-    arenas = [] if state is None else list(state.arenas.values())
-    return [arena for arena in arenas if isinstance(arena, LooseArena)]
+def _arenas(state: ShardState | None) -> list[Arena]:
+    return [] if state is None else list(state.arenas.values())
 
 
 def _check(plan: RankPlan, old: ShardState | None, new: ShardState | None) -> None:
@@ -298,10 +296,13 @@ def _check(plan: RankPlan, old: ShardState | None, new: ShardState | None) -> No
         problem = f"old shard {'given' if old else 'absent'}, new shard {'given' if new else 'absent'}"
         rule = f"the plan is from {plan.old or 'nothing'} to {plan.new or 'nothing'}"
     elif plan.mode == "bounded":
-        arenas = [arena for state in (old, new) if state for arena in state.arenas.values()]
-        if not all(isinstance(arena, LooseArena) for arena in arenas):
-            problem = "an arena is one allocation"
-            rule = "bounded mode frees tensor by tensor, so every tensor needs its own allocation"
+        moved = plan.new != plan.old
+        if moved and not all(arena.releases for arena in _arenas(old)):
+            problem = f"memory of {next(iter(_arenas(old))).device} cannot be given back in parts"
+            rule = "bounded mode frees the old shard tensor by tensor"
+        elif moved and any(arena.views for arena in _arenas(new)):
+            problem = "the new shard is allocated already"
+            rule = "bounded mode allocates tensor by tensor"
     if problem:
         raise InvalidOperation(
             explain(

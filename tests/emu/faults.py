@@ -154,18 +154,16 @@ def allocate(order: Order) -> ShardState:
     plan = order.plan
     assert plan.new is not None
     bounded = plan.mode == "bounded"
-    return empty_state(order.model, plan.new, plan.rank, loose=bounded, allocated=not bounded)
+    return empty_state(order.model, plan.new, plan.rank, allocated=not bounded)
 
 
-def begin(
-    worker: Rank, address: StoreAddress, model: ModelSpec, units: tuple[Unit, ...], loose: bool = False
-) -> None:
+def begin(worker: Rank, address: StoreAddress, model: ModelSpec, units: tuple[Unit, ...]) -> None:
     """Hold the directly built shard of the old layout and nothing else."""
     participant = participant_of(worker, address)
     mine = next((unit for unit in units if worker in unit.ranks), None)
     participant.live.clear()
     if mine is not None:
-        participant.live[KEY] = direct_state(model, mine, worker, loose=loose)
+        participant.live[KEY] = direct_state(model, mine, worker)
 
 
 def record_of(store: Any, folder: Path | None) -> DecisionRecord:
@@ -226,7 +224,7 @@ def take_part(
 
 
 def built(order: Order, unit: Unit) -> ShardState:
-    return direct_state(order.model, unit, order.plan.rank, loose=order.plan.mode == "bounded")
+    return direct_state(order.model, unit, order.plan.rank)
 
 
 def open_store(worker: Rank) -> StoreAddress:

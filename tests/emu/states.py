@@ -14,7 +14,6 @@ from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.decoder import DecoderConfig, DType, decoder_spec
 from nereus.emu.kinds import Kinds, training_kinds
 from nereus.emu.layout import Layout, Rank, shard
-from nereus.emu.loose import loose_state
 from nereus.emu.tensor import Box, Fused, ModelSpec
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import InvalidLayout
@@ -35,21 +34,14 @@ def dtypes(kinds: Kinds) -> dict[str, torch.dtype]:
     return {kind.name: TORCH_DTYPE[kind.dtype] for kind in kinds}
 
 
-def empty_state(
-    model: ModelSpec, unit: Unit, rank: Rank, *, loose: bool = False, allocated: bool = True
-) -> ShardState:
+def empty_state(model: ModelSpec, unit: Unit, rank: Rank, *, allocated: bool = True) -> ShardState:
     """The rank's zeroed shard."""
-    held = shard(model, unit.layout, rank)
-    if loose:
-        return loose_state(held, dtypes(unit.kinds), allocated=allocated)
-    return ShardState.empty(held, dtypes(unit.kinds))
+    return ShardState.empty(shard(model, unit.layout, rank), dtypes(unit.kinds), allocated=allocated)
 
 
-def direct_state(
-    model: ModelSpec, unit: Unit, rank: Rank, *, loose: bool = False, salt: str = ""
-) -> ShardState:
+def direct_state(model: ModelSpec, unit: Unit, rank: Rank, *, salt: str = "") -> ShardState:
     """The rank's shard, filled from the definition."""
-    state = empty_state(model, unit, rank, loose=loose)
+    state = empty_state(model, unit, rank)
     for kind, arena in state.arenas.items():
         for piece in state.shard.pieces:
             whole = logical(salt + kind, piece.logical, model.by_name[piece.logical].shape, arena.dtype)
@@ -64,8 +56,7 @@ def differences(found: ShardState, wanted: ShardState) -> list[str]:
         for name, view in arena.views.items():
             if not torch.equal(found[kind][name].view(torch.uint8), view.view(torch.uint8)):
                 out.append(f"{kind}/{name}")
-        both = zip(found[kind].segments, arena.segments, strict=True)
-        if not out and not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in both):
+        if not out and not torch.equal(found[kind].flat.view(torch.uint8), arena.flat.view(torch.uint8)):
             out.append(f"{kind}/gaps")
     return out
 

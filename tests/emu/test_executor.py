@@ -63,10 +63,10 @@ def executor_of(worker: int, address: StoreAddress) -> Executor:
     return executor
 
 
-def begin(worker: int, model: ModelSpec, units: tuple[Unit, ...], loose: bool = False) -> None:
+def begin(worker: int, model: ModelSpec, units: tuple[Unit, ...]) -> None:
     """Hold the directly built shard of the unit this worker is in."""
     mine = [unit for unit in units if worker in unit.ranks]
-    HELD["state"] = direct_state(model, mine[0], worker, loose=loose) if mine else None
+    HELD["state"] = direct_state(model, mine[0], worker) if mine else None
 
 
 def hop(
@@ -74,18 +74,18 @@ def hop(
 ) -> tuple[list[str], MoveReport | None]:
     """Move to the plan's new units and compare with the direct build."""
     old: ShardState | None = HELD["state"]
-    loose = plan.mode == "bounded"
+    shadow = plan.mode == "shadow"
     new: ShardState | None = None
     if plan.new is not None:
         kept = plan.new == plan.old
-        new = old if kept else empty_state(model, plan.new, worker, loose=loose, allocated=not loose)
+        new = old if kept else empty_state(model, plan.new, worker, allocated=shadow)
     executor = executor_of(worker, address)
     executor.pool.forget()
     report = executor.run(plan, old, new, epoch=epoch, deadline=Deadline.after(20))
     HELD["state"] = new
     if plan.new is None or new is None:
         return [], report
-    return differences(new, direct_state(model, plan.new, worker, loose=loose)), report
+    return differences(new, direct_state(model, plan.new, worker)), report
 
 
 def close(worker: int, epoch: int) -> None:
@@ -244,7 +244,7 @@ def test_fused_gate_and_up_of_twelve_rows_round_trips_over_4_2_3_1(workers: Work
 
 def test_a_bounded_move_keeps_its_declared_peak_below_the_shadow_one(workers: Workers, store: Store) -> None:
     old = (unit(DEEP, 0, 2, 1, (0, 1), BF16), unit(DEEP, 1, 2, 1, (2, 3), BF16))
-    workers.run(begin, DEEP, old, True)
+    workers.run(begin, DEEP, old)
     plan = plan_reshard(DEEP, old, (old[0], unit(DEEP, 2, 1, 2, (2, 3), BF16)))
     reports = move(workers, store, plan, "bounded")
     for rank in (2, 3):
@@ -262,7 +262,7 @@ def resident_growth(
 ) -> tuple[int, list[str]]:
     """Bytes by which resident memory grew at the peak of a move, as the kernel counts it."""
     plan = plans[worker]
-    loose = plan.mode == "bounded"
+    shadow = plan.mode == "shadow"
     old: ShardState | None = HELD.pop("state")
     executor = executor_of(worker, address)
     executor.pool.forget()
@@ -270,13 +270,13 @@ def resident_growth(
     before = status_bytes("VmRSS")
     new = old
     if plan.new is not None and plan.new != plan.old:
-        new = empty_state(LARGE, plan.new, worker, loose=loose, allocated=not loose)
+        new = empty_state(LARGE, plan.new, worker, allocated=shadow)
     executor.run(plan, old, new, epoch=epoch, deadline=Deadline.after(60))
     grown = status_bytes("VmHWM") - before
     HELD["state"] = new
     if plan.new is None or new is None:
         return grown, []
-    return grown, differences(new, direct_state(LARGE, plan.new, worker, loose=loose))
+    return grown, differences(new, direct_state(LARGE, plan.new, worker))
 
 
 def status_bytes(field: str) -> int:
@@ -287,7 +287,7 @@ def status_bytes(field: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak counter")
 def test_resident_memory_follows_the_declared_peaks(store: Store) -> None:
-    """One tensor's slack for the allocator: freed memory of odd sizes is not always reused at once."""
+    """One tensor's slack: neighbours share pages, and a page leaves with the last of them."""
     old = (unit(LARGE, 0, 2, 1, (0, 1), BF16), unit(LARGE, 1, 2, 1, (2, 3), BF16))
     plan = plan_reshard(LARGE, old, (old[0], unit(LARGE, 2, 1, 2, (2, 3), BF16)))
     shard_bytes = direct_state(LARGE, old[1], 2).num_bytes
@@ -295,7 +295,7 @@ def test_resident_memory_follows_the_declared_peaks(store: Store) -> None:
     for mode in ("shadow", "bounded"):
         workers = Workers((0, 1, 2, 3))
         try:
-            workers.run(begin, LARGE, old, mode == "bounded")
+            workers.run(begin, LARGE, old)
             plans = {rank: plan.rank_plan(rank, mode) for rank in plan.ranks}
             answers = workers.run(resident_growth, store.address, plans, next(_EPOCHS), timeout_s=120)
         finally:
@@ -304,7 +304,7 @@ def test_resident_memory_follows_the_declared_peaks(store: Store) -> None:
         grown[mode] = max(answers[rank][0] for rank in (2, 3))
         declared = max(plan.peak_bytes(rank, mode) for rank in (2, 3)) - shard_bytes
         assert grown[mode] <= declared + 0.15 * shard_bytes, mode
-    assert grown["bounded"] < 0.5 * grown["shadow"]
+    assert grown["bounded"] < 0.7 * grown["shadow"]
 
 
 def test_bounded_mode_is_refused_for_the_only_replica() -> None:
@@ -323,7 +323,7 @@ def test_shards_that_the_plan_does_not_speak_of_are_refused(workers: Workers, st
     pair = (*old, unit(MODEL, 1, 2, 1, (2, 3), BF16))
     bounded = plan_reshard(MODEL, pair, (old[0], unit(MODEL, 2, 1, 2, (2, 3), BF16))).rank_plan(2, "bounded")
     state = direct_state(MODEL, pair[1], 2)
-    with pytest.raises(InvalidOperation, match="tensor by tensor"):
+    with pytest.raises(InvalidOperation, match="allocated already"):
         executor.run(bounded, state, state, epoch=2, deadline=Deadline.after(1))
 
 

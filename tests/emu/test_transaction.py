@@ -75,7 +75,7 @@ def voted(participant: Participant, epoch: int, *orders: Order, deadline_s: floa
 class World:
     """Participants that share a hub; each runs on its own thread when asked together."""
 
-    def __init__(self, *plans: tuple[str, ReshardPlan], loose: bool = False) -> None:
+    def __init__(self, *plans: tuple[str, ReshardPlan]) -> None:
         hub = Hub()
         self.ranks = sorted({rank for _, plan in plans for rank in plan.ranks})
         self.participants = {
@@ -85,7 +85,7 @@ class World:
         for stage, plan in plans:
             for rank in plan.ranks:
                 if (old := plan.old_unit(rank)) is not None:
-                    self[rank].live[stage] = direct_state(MODEL, old, rank, loose=loose)
+                    self[rank].live[stage] = direct_state(MODEL, old, rank)
 
     def __getitem__(self, rank: int) -> Participant:
         return self.participants[rank]
@@ -338,21 +338,21 @@ def test_a_bounded_transition_needs_a_replica_that_it_leaves_alone() -> None:
 
 
 def test_a_bounded_move_runs_after_the_decision() -> None:
-    world = World((ACTOR, ONE_OF_TWO), loose=True)
+    world = World((ACTOR, ONE_OF_TWO))
     votes = world.prepare(1, ONE_OF_TWO, "bounded")
     assert all(vote.yes and vote.sent_bytes == 0 for vote in votes.values())
-    old = direct_state(MODEL, ONE_OF_TWO.old[1], 0, loose=True)
+    old = direct_state(MODEL, ONE_OF_TWO.old[1], 0)
     assert not differences(world[0].live[ACTOR], old), "nothing has moved or been freed yet"
     lost = world.together(lambda rank, p: p.apply(decision(1)))
     assert not any(lost.values())
     for rank in world.ranks:
         new = ONE_OF_TWO.new_unit(rank)
         assert new is not None
-        assert not differences(world[rank].live[ACTOR], direct_state(MODEL, new, rank, loose=True))
+        assert not differences(world[rank].live[ACTOR], direct_state(MODEL, new, rank))
 
 
 def test_a_bounded_move_that_breaks_off_reports_the_loss_and_spares_the_backup() -> None:
-    world = World((ACTOR, ONE_OF_TWO), loose=True)
+    world = World((ACTOR, ONE_OF_TWO))
     world.prepare(1, ONE_OF_TWO, "bounded")
 
     def no_room(order: Order) -> ShardState:
@@ -365,7 +365,7 @@ def test_a_bounded_move_that_breaks_off_reports_the_loss_and_spares_the_backup()
     assert "no memory" in lost[1][0].reason
     assert ACTOR not in world[1].live
     assert not lost[2]
-    assert not differences(world[2].live[ACTOR], direct_state(MODEL, ONE_OF_TWO.old[0], 2, loose=True))
+    assert not differences(world[2].live[ACTOR], direct_state(MODEL, ONE_OF_TWO.old[0], 2))
 
 
 def test_an_abort_that_fails_has_still_dropped_the_epoch() -> None:
