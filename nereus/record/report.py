@@ -24,6 +24,7 @@ from nereus.record.chart import (
     strip_chart,
 )
 from nereus.record.metrics import METRICS_FILE, read_records
+from nereus.record.report_adaptation import adaptation_facts, adaptation_section
 from nereus.record.step import StepRecord
 
 REPORT_FILE = "report.html"
@@ -48,26 +49,31 @@ def write_report(folder: Path, config: CampaignConfig) -> Path:
     """
     path = folder / REPORT_FILE
     draft = path.with_suffix(".draft")
-    draft.write_text(render_report(read_records(folder / METRICS_FILE), config), encoding="utf-8")
+    draft.write_text(render_report(read_records(folder / METRICS_FILE), config, folder), encoding="utf-8")
     draft.replace(path)
     return path
 
 
-def render_report(records: Records, config: CampaignConfig) -> str:
-    """The page as text."""
+def render_report(records: Records, config: CampaignConfig, folder: Path) -> str:
+    """The page as text; `folder` has the run's other records."""
     algorithm = config.algorithm.kind.upper()
     subtitle = (
         f"{algorithm} on {Path(config.models.actor).name}, {len(records)} of {config.steps} steps recorded"
     )
-    body = (
-        [*_facts(records), *_charts(records), *_statistics(records)] if records else ["<p>No step yet.</p>"]
-    )
+    body = ["<p>No step yet.</p>"]
+    if records:
+        body = [
+            *_facts(records, folder),
+            *_charts(records),
+            *adaptation_section(folder),
+            *_statistics(records),
+        ]
     body += [*_appendix(records, config)]
     template = Template(files("nereus.record").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(title=escape(config.name), subtitle=escape(subtitle), body="\n".join(body))
 
 
-def _facts(records: Records) -> Iterable[str]:
+def _facts(records: Records, folder: Path) -> Iterable[str]:
     first, last = records[0], records[-1]
     total_s = sum(record.step_s for record in records)
     tokens = sum(record.prompt_tokens + record.response_tokens for record in records)
@@ -89,6 +95,7 @@ def _facts(records: Records) -> Iterable[str]:
         ),
         ("missing rewards", str(missing), missing > 0),
         ("overhead of a step", f"{overhead:.1%}", False),
+        *adaptation_facts(folder, total_s),
     ]
     yield '<div class="facts">'
     for label, text, warn in told:

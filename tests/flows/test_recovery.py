@@ -10,6 +10,7 @@ import ray
 from nereus.config import CampaignConfig
 from nereus.emu.checkpoint.source import open_checkpoint
 from nereus.flows.campaign import campaign, run_steps
+from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records
 from nereus.record.transitions import read_transitions
 from nereus.tasks.job import open_job
@@ -59,6 +60,38 @@ def test_a_worker_that_dies_between_two_steps_costs_no_step_and_no_sample(
     assert [done.outcome for done in read_transitions(job.config.run_folder)][:2] == outcomes
     struck = read_records(job.log.path)
     assert [record.step for record in struck] == [0, 1, 2]
+    assert [r.response_tokens for r in still] == [r.response_tokens for r in struck]
+    # Another layout sums in another order; everything else is the same.
+    assert [r.stats["loss/actor"] for r in still] == pytest.approx(
+        [r.stats["loss/actor"] for r in struck], abs=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_a_second_death_inside_a_recovery_is_one_emergency_and_costs_no_sample(make_config: Make) -> None:
+    still = read_records(campaign(make_config(name="still", **PARTS)).metrics)
+    victims = {
+        (1, "generate"): 0,
+        (1, "rebuild"): 3,
+    }  # the second dies while the first is being recovered from
+    prepared = prepare_campaign(make_config(name="struck", **PARTS))
+    with open_job(prepared, resume=False) as job:
+
+        def strike(at: int, name: str) -> None:
+            if (rank := victims.pop((at, name), None)) is not None:
+                ray.kill(job.cluster._actors[rank])
+
+        job.listener = Striker(strike)
+        run_steps(job)
+        assert not victims
+        assert job.cluster.ranks == (1, 2)
+    (emergency,) = read_emergencies(job.config.run_folder)
+    assert emergency.attempts == 2
+    assert (emergency.step, emergency.gone, emergency.steps_redone) == (1, [0, 3], 0)
+    struck = read_records(job.log.path)
+    assert [(r.step, r.version, r.position) for r in struck] == [
+        (r.step, r.version, r.position) for r in still
+    ]
     assert [r.response_tokens for r in still] == [r.response_tokens for r in struck]
     # Another layout sums in another order; everything else is the same.
     assert [r.stats["loss/actor"] for r in still] == pytest.approx(

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from nereus.config import CampaignConfig
+from nereus.record.decisions import append_decision
+from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
 from nereus.record.metrics import METRICS_FILE, MetricsLog
 from nereus.record.report import plan_segments, render_report, versions, write_report
 from nereus.record.step import StepRecord, to_json
+from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
 from tests.record.records import make_record
 
 VOID = {"meta", "br"}
@@ -59,15 +62,15 @@ def run(num_steps: int) -> list[StepRecord]:
     return [make_record(step) for step in range(num_steps)]
 
 
-def test_the_page_asks_nothing_of_the_network(config: CampaignConfig) -> None:
-    page = render_report(run(12), config)
+def test_the_page_asks_nothing_of_the_network(config: CampaignConfig, tmp_path: Path) -> None:
+    page = render_report(run(12), config, tmp_path)
     check(page)
     assert not re.search(r"https?://|src=|href=|@import|url\(|<script", page)
     assert "prefers-color-scheme: dark" in page
 
 
-def test_the_page_tells_the_run(config: CampaignConfig) -> None:
-    page = render_report(run(12), config)
+def test_the_page_tells_the_run(config: CampaignConfig, tmp_path: Path) -> None:
+    page = render_report(run(12), config, tmp_path)
     for text in ("trial-1", "12 of 12 steps", "0.5 → 11.5", "Response length", "Stage times", "learn actor"):
         assert text in page
     assert "tp2 pp1 dp1 on 0,1" in page
@@ -75,20 +78,20 @@ def test_the_page_tells_the_run(config: CampaignConfig) -> None:
     assert "kl/actor" in page
 
 
-def test_text_of_the_user_is_escaped(config: CampaignConfig) -> None:
-    page = render_report(run(1), config)
+def test_text_of_the_user_is_escaped(config: CampaignConfig, tmp_path: Path) -> None:
+    page = render_report(run(1), config, tmp_path)
     assert "&lt;tiny&gt; &amp; co" in page
     assert "<tiny>" not in page
     assert "$prompts.jsonl" in page
 
 
-def test_missing_rewards_get_a_chart_only_when_there_are_any(config: CampaignConfig) -> None:
-    assert "<h3>Missing rewards" not in render_report(run(3), config)
+def test_missing_rewards_get_a_chart_only_when_there_are_any(config: CampaignConfig, tmp_path: Path) -> None:
+    assert "<h3>Missing rewards" not in render_report(run(3), config, tmp_path)
     records = [
         *run(3),
         make_record(3, reward_mean=None, reward_min=None, reward_max=None, num_missing_rewards=8),
     ]
-    page = render_report(records, config)
+    page = render_report(records, config, tmp_path)
     check(page)
     assert "<h3>Missing rewards" in page
     assert "0.5 → –" in page
@@ -104,8 +107,8 @@ def test_missing_rewards_get_a_chart_only_when_there_are_any(config: CampaignCon
     ],
     ids=["none", "one", "nan", "changing"],
 )
-def test_odd_records_give_a_page(config: CampaignConfig, records: list[StepRecord]) -> None:
-    check(render_report(records, config))
+def test_odd_records_give_a_page(config: CampaignConfig, tmp_path: Path, records: list[StepRecord]) -> None:
+    check(render_report(records, config, tmp_path))
 
 
 def test_plan_segments_join_equal_steps() -> None:
@@ -134,3 +137,59 @@ def test_a_log_gives_what_a_report_reads(config: CampaignConfig, tmp_path: Path)
 def test_versions_name_what_is_installed() -> None:
     names = [name for name, _ in versions()]
     assert {"python", "platform", "torch", "ray", "prefect"} <= set(names)
+
+
+def test_decisions_transitions_and_emergencies_are_told(config: CampaignConfig, tmp_path: Path) -> None:
+    change = {
+        "step": 3,
+        "trigger": {"cause": "length", "text": "length (mean) went from 8 to 12"},
+        "old_step_s": 2.0,
+        "new_step_s": 1.5,
+        "new": "actor.training tp1 pp1 dp4",
+    }
+    refused = {"admit": False, "why": "it does not pay", "numbers": {"transition_s": 9.0}, "change": change}
+    append_decision(tmp_path, refused)
+    operation = OperationRecord(
+        id="a",
+        kind="split",
+        model_stage="actor.training",
+        text="",
+        after=[],
+        gpus=[0, 1],
+        bytes=10,
+        planned_bytes=10,
+        seconds=0.1,
+        carrier=None,
+    )
+    append_transition(
+        tmp_path,
+        TransitionRecord(
+            step=5,
+            epoch=2,
+            outcome="commit",
+            reason="",
+            seconds=0.5,
+            bytes=10,
+            lower_bound=10,
+            before={"actor.training": "tp2 pp1 dp1 on 0,1"},
+            after={"actor.training": "tp1 pp1 dp2 on 0,1"},
+            operations=[operation],
+            picture="",
+        ),
+    )
+    append_emergency(
+        tmp_path,
+        EmergencyRecord(
+            step=7,
+            gone=[3],
+            way=Way.PEER_COPY,
+            attempts=1,
+            seconds=1.25,
+            steps_redone=2,
+            reason="worker 3 died <now>",
+        ),
+    )
+    page = render_report(run(8), config, tmp_path)
+    check(page)
+    for text in ("it does not pay", "1 split", "peer copy", "worker 3 died &lt;now&gt;", "2 steps redone"):
+        assert text in page
