@@ -37,8 +37,10 @@ def rank_plan(plan: ReshardPlan, rank: Rank, mode: Mode) -> RankPlan:
     old, new = plan.old_unit(rank), plan.new_unit(rank)
     turns = _turns(plan, rank, mode)
     copies = _copies(plan, rank, mode)
-    allocates = _names(plan, new, rank, mode) if new is not None and new != old else {}
-    frees = _names(plan, old, rank, mode) if old is not None and old != new and mode == "bounded" else {}
+    allocates = _names(plan, "new", new, rank, mode) if new is not None and new != old else {}
+    frees: dict[int, tuple[str, ...]] = {}
+    if old is not None and old != new and mode == "bounded":
+        frees = _names(plan, "old", old, rank, mode)
     chunks = tuple(
         Chunk(
             allocates=allocates.get(chunk, ()),
@@ -139,14 +141,14 @@ def _copies(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[LocalCo
     return out
 
 
-def _names(plan: ReshardPlan, unit: Unit, rank: Rank, mode: Mode) -> dict[int, tuple[str, ...]]:
+def _names(plan: ReshardPlan, side: Side, unit: Unit, rank: Rank, mode: Mode) -> dict[int, tuple[str, ...]]:
     """The physical tensors of the rank's shard by chunk, in storage order."""
-    held = shard(plan.model, unit.layout, rank)
+    held = shard(plan.storage(side), unit.layout, rank)
     if mode == "shadow":
         return {0: tuple(tensor.name for tensor in held.tensors)}
     chunk_of = {
         name: kind.chunk(instance, plan.model.num_layers)
-        for kind in plan.partition.classes
+        for kind in (plan.partition.sources if side == "old" else plan.partition.classes)
         for instance, names in enumerate(kind.physical)
         for name in names.values()
     }
@@ -171,8 +173,8 @@ def _refuse_bounded(plan: ReshardPlan) -> None:
 
 def peak_bytes(plan: ReshardPlan, mine: RankPlan) -> int:
     """Old and new storage that coexist, chunk by chunk, and the staging of two rounds."""
-    old = _stored(plan, mine.old, mine.rank)
-    new = _stored(plan, mine.new, mine.rank)
+    old = _stored(plan, "old", mine.old, mine.rank)
+    new = _stored(plan, "new", mine.new, mine.rank)
     if mine.old == mine.new:
         return sum(old.values()) + mine.staging_bytes
     held = sum(old.values())
@@ -184,8 +186,8 @@ def peak_bytes(plan: ReshardPlan, mine: RankPlan) -> int:
     return peak + mine.staging_bytes
 
 
-def _stored(plan: ReshardPlan, unit: Unit | None, rank: Rank) -> dict[str, int]:
+def _stored(plan: ReshardPlan, side: Side, unit: Unit | None, rank: Rank) -> dict[str, int]:
     if unit is None:
         return {}
-    held: Shard = shard(plan.model, unit.layout, rank)
+    held: Shard = shard(plan.storage(side), unit.layout, rank)
     return {tensor.name: prod(tensor.shape) * unit.bytes_per_element for tensor in held.tensors}

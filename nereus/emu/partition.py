@@ -147,15 +147,18 @@ class Atoms:
 
 
 @lru_cache(maxsize=256)
-def _atoms(exemplar: ModelSpec, grids: tuple[Grid, ...]) -> Atoms:
+def _atoms(exemplar: ModelSpec, source: ModelSpec, grids: tuple[Grid, ...]) -> Atoms:
+    """Cells lie within one piece of both storages: `exemplar` is the new units', `source` the old units'."""
     cells: list[Cell] = []
     columns: list[Bools] = []
     holders = [(tp, slices, place) for tp, slices in grids for place in range(tp * slices)]
     held_pieces = [pieces_at(exemplar, seat) for seat in holders]
+    source_pieces = held_pieces if source == exemplar else [pieces_at(source, seat) for seat in holders]
     for slot, spec in enumerate(exemplar.tensors):
         pieces = [(row, piece) for row, by in enumerate(held_pieces) for piece in by.get(spec.name, ())]
+        bordered = [*pieces, *((0, piece) for by in source_pieces for piece in by.get(spec.name, ()))]
         edges = [
-            np.unique([edge for _, piece in pieces for edge in piece.box[dim]])
+            np.unique([edge for _, piece in bordered for edge in piece.box[dim]])
             for dim in range(len(spec.shape))
         ]
         grid = np.zeros((len(holders), *(len(edge) - 1 for edge in edges)), dtype=bool)
@@ -217,9 +220,11 @@ class Partition:
     """Blocks that the layouts of `held` hold as a whole.
 
     `num_elements[b]` are those of a block. `held[cut]` is [pp * tp * slices, num_blocks] in layout order.
+    `sources` are `classes` as the old units store them, one for one.
     """
 
     classes: tuple[TensorClass, ...]
+    sources: tuple[TensorClass, ...]
     blocks: tuple[Block, ...]
     num_elements: Ints
     held: dict[Cut, Bools]
@@ -239,16 +244,20 @@ def _stages(kind: TensorClass, layers: tuple[int, ...]) -> Bools:
 
 
 @lru_cache(maxsize=256)
-def partition(model: ModelSpec, cuts: tuple[Cut, ...]) -> Partition:
-    """The blocks of a model under these cuts, which must be sorted and distinct (for the cache)."""
+def partition(model: ModelSpec, cuts: tuple[Cut, ...], source: ModelSpec | None = None) -> Partition:
+    """The blocks of a model under these cuts, which must be sorted and distinct (for the cache).
+
+    `source` is the same model as the old units store it, None: as the new ones do.
+    """
     grids = tuple(sorted({(tp, slices) for tp, _, slices in cuts}))
     splits = tuple(sorted({layers for _, layers, _ in cuts}))
     blocks: list[Block] = []
     sizes: list[Ints] = []
     held: dict[Cut, list[Bools]] = {cut: [] for cut in cuts}
-    kinds = classes_of(model)
+    kinds, sources = classes_of(model), classes_of(source or model)
+    assert [kind.names for kind in kinds] == [kind.names for kind in sources], "two models, not two storages"
     for number, kind in enumerate(kinds):
-        atoms = _atoms(kind.exemplar, grids)
+        atoms = _atoms(kind.exemplar, sources[number].exemplar, grids)
         stages = {layers: _stages(kind, layers) for layers in splits}
         segments: dict[bytes, list[int]] = {}
         for instance, key in enumerate(np.concatenate(list(stages.values()), axis=1)):
@@ -262,6 +271,7 @@ def partition(model: ModelSpec, cuts: tuple[Cut, ...]) -> Partition:
                 held[tp, layers, slices].append(rows.reshape(len(layers) * tp * slices, -1))
     return Partition(
         classes=kinds,
+        sources=sources,
         blocks=tuple(blocks),
         num_elements=np.concatenate(sizes),
         held={cut: np.concatenate(rows, axis=1) for cut, rows in held.items()},

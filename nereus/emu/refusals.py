@@ -7,6 +7,7 @@ from collections import Counter
 from nereus.emu.kinds import KindMoves, same_kinds
 from nereus.emu.layout import Rank
 from nereus.emu.partition import Partition
+from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit
 from nereus.errors import InvalidOperation, NoSource, explain
 
@@ -45,6 +46,25 @@ def check_units(
                 "name a source for each of its kinds",
             )
     return moves
+
+
+def check_storage(model: ModelSpec, source: ModelSpec, *, kept: bool) -> None:
+    """Raise InvalidOperation unless the two specs are one model, stored in two ways at most.
+
+    `kept` tells whether a unit stays as it is, which it cannot under another storage.
+    """
+    if model.tensors != source.tensors:
+        raise _unfit(
+            f"{len(source.tensors)} tensors of the old units, {len(model.tensors)} of the new ones",
+            "old and new units hold tensors of the same names, shapes and cuts, however they fuse them",
+            "plan between engines of one model",
+        )
+    if kept and model.fused != source.fused:
+        raise _unfit(
+            "a unit is kept while its storage changes",
+            "a unit that is kept keeps its storage",
+            "give the units of the other engine ids of their own model-stage",
+        )
 
 
 def _unfit(values: str, rule: str, remedy: str) -> InvalidOperation:

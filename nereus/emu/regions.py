@@ -72,7 +72,7 @@ def stored_at(exemplar: ModelSpec, name: str, box: Box, seat: Seat) -> Stored:
 
 def region_of(part: Partition, piece: Part, seat: Seat, side: Side) -> Region:
     """The region as the end at `seat` sees it."""
-    kind = part.classes[piece.kind]
+    kind = (part.sources if side == "old" else part.classes)[piece.kind]
     name = kind.exemplar.tensors[piece.slot].name
     stored = stored_at(kind.exemplar, name, piece.box, seat)
     return Region(
@@ -90,6 +90,7 @@ def parts_of(
 ) -> Iterator[Part]:
     """The parts of a share [lo, hi) of blocks laid end to end, joined where every seat stores them as one.
 
+    The first seat is one of the old units, the others are of the new ones.
     `share` must start and end where `Block.snap` allows; None takes the blocks whole.
     """
     start = 0
@@ -103,14 +104,14 @@ def parts_of(
 
 
 def _block_parts(part: Partition, block: Block, lo: int, hi: int, seats: tuple[Seat, ...]) -> Iterator[Part]:
-    exemplar = part.classes[block.kind].exemplar
+    exemplars = part.sources[block.kind].exemplar, part.classes[block.kind].exemplar
     each = sum(box_size(cell.box) for cell in block.cells)
     for index, instance in enumerate(block.instances):
         a, b = max(0, lo - index * each), min(each, hi - index * each)
         if a >= b:
             continue
         cells = block.cells if b - a == each else _clip(block.cells, a, b)
-        for cell in _joined(exemplar, cells, seats):
+        for cell in _joined(exemplars, cells, seats):
             yield Part(block.kind, instance, cell.slot, cell.box)
 
 
@@ -135,15 +136,21 @@ def rows_of(box: Box, lo: int, hi: int) -> Box:
 
 
 @lru_cache(maxsize=4096)
-def _joined(exemplar: ModelSpec, cells: tuple[Cell, ...], seats: tuple[Seat, ...]) -> tuple[Cell, ...]:
+def _joined(
+    exemplars: tuple[ModelSpec, ModelSpec], cells: tuple[Cell, ...], seats: tuple[Seat, ...]
+) -> tuple[Cell, ...]:
     """Neighbouring cells joined along one dimension where each seat stores both in one piece."""
+    old, new = exemplars
     out: list[Cell] = []
     for slot, group in groupby(cells, key=lambda cell: cell.slot):
-        name = exemplar.tensors[slot].name
+        name = new.tensors[slot].name
         last: Cell | None = None
         pieces: list[int] = []
         for cell in group:
-            mine = [stored_at(exemplar, name, cell.box, seat).piece for seat in seats]
+            mine = [
+                stored_at(new if place else old, name, cell.box, seat).piece
+                for place, seat in enumerate(seats)
+            ]
             union = _union(last.box, cell.box) if last is not None and mine == pieces else None
             if union is not None:
                 out[-1] = last = Cell(slot, union)

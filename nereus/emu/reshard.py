@@ -23,10 +23,10 @@ import numpy as np
 from nereus.emu import lowering, report
 from nereus.emu.kinds import KindMoves
 from nereus.emu.layout import Rank
-from nereus.emu.partition import Bools, Partition, cut_of, partition
+from nereus.emu.partition import Bools, Cut, Partition, cut_of, partition
 from nereus.emu.placement import Placement, holdings, place
-from nereus.emu.rank_plan import Mode, RankPlan
-from nereus.emu.refusals import check_units, no_source
+from nereus.emu.rank_plan import Mode, RankPlan, Side
+from nereus.emu.refusals import check_storage, check_units, no_source
 from nereus.emu.report import Collective, Traffic
 from nereus.emu.sources import Route, choose_routes
 from nereus.emu.streams import Streams, make_streams
@@ -55,11 +55,13 @@ class Limits:
 class ReshardPlan:
     """All moves of one transition of one model-stage (or of one weight sync). A value: hashable, comparable.
 
-    `digest` is equal in every process that plans from equal inputs. `new` carries the chosen ranks; `lost`
-    are ranks of old units that hold nothing any more.
+    `digest` is equal in every process that plans from equal inputs. `model` is how the new units store it,
+    `source` how the old ones do. `new` carries the chosen ranks; `lost` are ranks of old units that hold
+    nothing any more.
     """
 
     model: ModelSpec
+    source: ModelSpec
     old: tuple[Unit, ...]
     new: tuple[Unit, ...]
     moves: KindMoves
@@ -74,6 +76,7 @@ class ReshardPlan:
         text = repr(
             (
                 _model_digest(self.model),
+                _model_digest(self.source),
                 self.old,
                 self.new,
                 self.moves,
@@ -100,7 +103,7 @@ class ReshardPlan:
 
     @cached_property
     def _matrix(self) -> tuple[dict[Rank, int], Bools, Bools]:
-        ranks, _, have, need = _matrices(self.model, self.old, self.new, self.lost)
+        ranks, have, need = _matrices(self.partition, self.old, self.new, self.lost)
         return {rank: row for row, rank in enumerate(ranks)}, have, need
 
     @cached_property
@@ -135,7 +138,11 @@ class ReshardPlan:
     @cached_property
     def partition(self) -> Partition:
         """The blocks that the routes number."""
-        return partition(self.model, _cuts((*self.old, *self.new)))
+        return partition(self.model, _cuts((*self.old, *self.new)), self.source)
+
+    def storage(self, side: Side) -> ModelSpec:
+        """How the units of one side store the model."""
+        return self.source if side == "old" else self.model
 
     @cached_property
     def streams(self) -> Streams:
@@ -187,12 +194,16 @@ def plan_reshard(
     kinds: KindMoves | None = None,
     topology: Topology | None = None,
     *,
+    source: ModelSpec | None = None,
     placement: Placement = "max_overlap",
     pinned: Collection[Rank] = (),
     lost: Collection[Rank] = (),
     limits: Limits | None = None,
 ) -> ReshardPlan:
     """Plan the change from the old units to the new ones.
+
+    `model` is how the new units store the model; `source` is how the old ones do where that differs (an
+    engine that fuses heads in another order), with equal tensors and cuts.
 
     All old units are sources; a new unit equal to an old one keeps its storage and only serves. With
     `max_overlap` the ranks of the other new units are permuted among themselves, except tensor-parallel
@@ -203,15 +214,17 @@ def plan_reshard(
     """
     old, new = tuple(old_units), tuple(new_units)
     gone = frozenset(lost)
+    source = source or model
+    check_storage(model, source, kept=any(unit in old for unit in new))
     moves = check_units(old, new, kinds, gone)
     topology = topology or Topology.single_node(
         1 + max(r for unit in (*old, *new) for r in unit.layout.ranks)
     )
     kept = {rank for unit in new if unit in old for rank in unit.layout.ranks}
-    part = partition(model, _cuts((*old, *new)))
+    part = partition(model, _cuts((*old, *new)), source)
     if placement == "max_overlap":
         new = place(part, old, new, topology, pinned=kept | set(pinned), lost=gone)
-    ranks, part, have, need = _matrices(model, old, new, gone)
+    ranks, have, need = _matrices(part, old, new, gone)
     remote = need & ~have
     orphans = np.flatnonzero(remote.any(axis=0) & ~have.any(axis=0))
     if len(orphans):
@@ -226,23 +239,30 @@ def plan_reshard(
         relay_elements=-(-limits.relay_bytes // sum(move.wire_bytes for move in moves)),
     )
     return ReshardPlan(
-        model=model, old=old, new=new, moves=moves, topology=topology, limits=limits, lost=gone, routes=routes
+        model=model,
+        source=source,
+        old=old,
+        new=new,
+        moves=moves,
+        topology=topology,
+        limits=limits,
+        lost=gone,
+        routes=routes,
     )
 
 
-def _cuts(units: Sequence[Unit]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _cuts(units: Sequence[Unit]) -> tuple[Cut, ...]:
     return tuple(sorted({cut_of(unit.layout) for unit in units}))
 
 
 def _matrices(
-    model: ModelSpec, old: tuple[Unit, ...], new: tuple[Unit, ...], lost: frozenset[Rank]
-) -> tuple[tuple[Rank, ...], Partition, Bools, Bools]:
-    """Ranks, the blocks, and [ranks, blocks] of what each rank has and needs."""
-    part = partition(model, _cuts((*old, *new)))
+    part: Partition, old: tuple[Unit, ...], new: tuple[Unit, ...], lost: frozenset[Rank]
+) -> tuple[tuple[Rank, ...], Bools, Bools]:
+    """Ranks, and [ranks, blocks] of what each rank has and needs."""
     ranks = tuple(sorted({rank for unit in (*old, *new) for rank in unit.layout.ranks}))
     have, need = holdings(part, old, ranks), holdings(part, new, ranks)
     have[[rank in lost for rank in ranks]] = False
-    return ranks, part, have, need
+    return ranks, have, need
 
 
 @lru_cache(maxsize=64)

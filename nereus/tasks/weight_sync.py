@@ -16,10 +16,11 @@ def plan_weight_sync(training: StageSpec, generation: StageSpec) -> dict[Rank, R
     kinds = training_kinds(training.model.dtype)
     served = serving_kinds(generation.model.dtype)
     plan = plan_reshard(
-        training.tensors,
+        generation.tensors,
         training.elastic_units(kinds, model="actor"),
         generation.elastic_units(served, model="actor"),
         (KindMove(kinds[0], served[0]),),
+        source=training.tensors,
         placement="as_given",
     )
     return {rank: plan.rank_plan(rank) for rank in plan.ranks}

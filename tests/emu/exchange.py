@@ -216,4 +216,4 @@ def check(plan: ReshardPlan, outcome: Outcome) -> None:
 
 def stores_of(plan: ReshardPlan) -> dict[Rank, Store]:
     """The old shards, built directly."""
-    return {rank: built(plan.model, unit, rank) for unit in plan.old for rank in unit.layout.ranks}
+    return {rank: built(plan.source, unit, rank) for unit in plan.old for rank in unit.layout.ranks}
