@@ -79,6 +79,16 @@ COMMANDS = (
         ),
     ),
     Command(
+        name="deploy",
+        target="nereus.cli.deploy:deploy",
+        line="Put campaigns on a Prefect server: pool, limit, deployments, schedules.",
+        examples=(
+            "nereus deploy --gpus 8",
+            'nereus deploy examples/count/grpo.yaml --cron "0 2 * * *" --max-steps 10',
+            "nereus deploy campaign.yaml steps=2000 --every 6h --dry-run",
+        ),
+    ),
+    Command(
         name="config",
         target="nereus.cli.config:app",
         line="Look up keys of the configuration, show a whole one, print its schema.",

@@ -80,7 +80,7 @@ def plan(
     data-parallel size and its GPUs, so that a step is shortest and every GPU's memory suffices. The
     search is exact with respect to the cost model. No GPU and no network is needed.
     """
-    from nereus.cli.plan_request import PlanWords, fixes_of, read_request
+    from nereus.planner.words import PlanWords, fixes_of, read_request
 
     words = PlanWords(
         model=model,
@@ -179,8 +179,8 @@ def _print_campaign_plan(request: PlanRequest) -> None:
 
 
 def _show_sweep(request: PlanRequest, text: str, plot: Path | None, title: str, *, as_json: bool) -> None:
-    from nereus.cli.plan_request import plot_path, sweep_values
     from nereus.planner.sweep import CHANGES, sweep
+    from nereus.planner.words import plot_path, sweep_values
 
     name, values = sweep_values(text, tuple(CHANGES))
     path = plot_path(plot, name)

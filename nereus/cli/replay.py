@@ -76,9 +76,9 @@ def replay(
     are replaced by the cost model. `--cluster` is the largest that the trace may use. No GPU and no network
     is needed.
     """
-    from nereus.cli.plan_request import PlanWords, read_request
     from nereus.planner.contest import Contest, parse_policy
     from nereus.planner.transition_time import FixedCosts
+    from nereus.planner.words import PlanWords, read_request
 
     words = [word.strip() for word in policy.split(",") if word.strip()]
     for word in words:
@@ -154,9 +154,9 @@ def _trace(
     slow: bool,
     seed: int,
 ) -> Trace:
-    from nereus.cli.plan_request import tokens
     from nereus.planner.conditions import trace_of
     from nereus.planner.synthetic import slow_spells
+    from nereus.planner.words import tokens
 
     most = request.cluster.pools[0].num_nodes
     longest = None if limit is None else float(tokens("--limit", limit))
@@ -185,9 +185,9 @@ def _supply(word: str, most: int, duration_s: float, notice_s: float, seed: int)
 
 
 def _lengths(text: str, limit: float | None, steps: int, seed: int) -> tuple[Lengths, ...]:
-    from nereus.cli.plan_request import tokens
     from nereus.planner.synthetic import growing_lengths
     from nereus.planner.traces import read_lengths
+    from nereus.planner.words import tokens
 
     if ".." in text and not text.endswith(".csv"):
         start, end = (float(tokens("--mean-len", part)) for part in text.split("..", 1))

@@ -108,8 +108,9 @@ class ClusterConfig(Frozen):
     rest; all that the kind has when absent.
     """
     gpu_limit: str = "nereus-gpus"
-    """Name of the Prefect server's global concurrency limit that counts the GPUs which campaigns share (made by
-    `nereus deploy`). A campaign waits there for its GPUs; a server without this limit makes none wait.
+    """Name of the Prefect server's global concurrency limit that counts the GPUs which campaigns share
+    (made by `nereus deploy`). A campaign waits there for its GPUs; a server without this limit makes none
+    wait.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` makes the GPUs logical: worker processes on cores, with gloo. `auto` takes cuda where there is

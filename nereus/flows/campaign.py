@@ -13,19 +13,23 @@ from functools import partial
 from pathlib import Path
 
 from prefect import flow
+from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
 from nereus.flows.adapt import adapt
 from nereus.flows.recovery import surviving
+from nereus.flows.run_log import logged
 from nereus.flows.step import MAX_CONCURRENT, tracked_step
 from nereus.flows.tracking import level
 from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
 from nereus.tasks.checkpoint import export_model, save_checkpoint
+from nereus.tasks.gpu_limit import gpus_held
 from nereus.tasks.job import Job, open_job
 from nereus.tasks.peer_copy import copy_to_peers
 from nereus.tasks.prepare import prepare_campaign
+from nereus.tasks.resume import newest_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +49,26 @@ class CampaignResult:
     flow_run_name="{config.name}",
     task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT),  # type: ignore[arg-type]
 )
-def campaign(config: CampaignConfig, resume: bool = False) -> CampaignResult:
+def campaign(
+    config: CampaignConfig, resume: bool = False, continuing: bool = False, max_steps: int | None = None
+) -> CampaignResult:
     """Post-train the actor for `config.steps` steps.
 
     Args:
         config: The whole campaign: models, prompts, reward, algorithm, batch, parallelism, cluster.
         resume: Continue from the run's newest checkpoint instead of starting anew.
+        continuing: Continue from the newest checkpoint if there is one, else start anew: for schedules. A
+        flow
+            run that is run again after a crash does so in any case.
+        max_steps: End after so many steps with a checkpoint, from which the next run continues.
 
     Raises ConfigError, ModelError, DataError or CheckpointError before any actor starts; StageFailed or
     WorkerLost from a step, whose effects are then in no checkpoint.
     """
     prepared = prepare_campaign(config)
-    with open_job(prepared, resume=resume) as job:
-        run_steps(job)
+    resume = resume or ((continuing or is_rerun()) and newest_checkpoint(config) is not None)
+    with logged(), gpus_held(config), open_job(prepared, resume=resume) as job:
+        run_steps(job, last_step(job, max_steps))
         assert job.checkpoint is not None, "a finished run has a checkpoint"
         return CampaignResult(
             steps=job.state.step,
@@ -69,22 +80,33 @@ def campaign(config: CampaignConfig, resume: bool = False) -> CampaignResult:
         )
 
 
-def run_steps(job: Job) -> None:
-    """Run every step that is left. Workers that die on the way are done without."""
+def is_rerun() -> bool:
+    """Whether this flow run has run before: it crashed, or was suspended."""
+    return int(flow_run.run_count or 0) > 1
+
+
+def last_step(job: Job, max_steps: int | None) -> int:
+    """Where this run ends."""
+    return job.config.steps if max_steps is None else min(job.config.steps, job.state.step + max_steps)
+
+
+def run_steps(job: Job, last: int | None = None) -> None:
+    """Run every step up to `last`, the campaign's by default. Workers that die are done without."""
+    last = job.config.steps if last is None else last
     last_step_s: float | None = None
-    while job.state.step < job.config.steps:
+    while job.state.step < last:
         surviving(job, follow_plan if job.adapter is None else adapt)
         record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
         job.finish_step(record)
         last_step_s = record.step_s
-        surviving(job, save_if_due)
+        surviving(job, partial(save_if_due, last=last))
         surviving(job, copy_if_due)
 
 
-def save_if_due(job: Job) -> None:
+def save_if_due(job: Job, *, last: int) -> None:
     """Save a checkpoint every so many steps and after the last, unless this state is saved."""
     step, every = job.state.step, job.config.checkpoint.every_steps
-    is_due = step == job.config.steps or (every > 0 and step % every == 0)
+    is_due = step == last or (every > 0 and step % every == 0)
     if step > 0 and is_due and not job.is_saved:
         save_checkpoint(job)
 

@@ -1,0 +1,135 @@
+"""What `nereus deploy` puts on a Prefect server, as values: pool, GPU limit, deployments, automations.
+
+worker process ◀─ work pool `nereus` ◀─ deployments: campaign, plan, and one a scheduled campaign file
+GPUs           ◀─ limit `nereus-gpus`: campaigns wait there
+automations: a run whose heartbeat stopped is crashed; a campaign starts when GPUs appear (off until enabled)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from prefect import Flow
+from prefect.automations import AutomationCore
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from nereus.config import CampaignConfig
+from nereus.flows.campaign import campaign
+from nereus.flows.plan import plan
+
+POOL = "nereus"
+HEARTBEAT_S = 30  # the shortest that Prefect allows
+SILENCE_S = 3 * HEARTBEAT_S  # two lost heartbeats are a hiccup, three are a dead process
+ENVIRONMENT = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """One deployment of a flow."""
+
+    flow: Flow[..., Any]
+    name: str
+    description: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    cron: str | None = None
+    interval_s: float | None = None
+
+    @property
+    def full_name(self) -> str:
+        """As `prefect deployment run` takes it."""
+        return f"{self.flow.name}/{self.name}"
+
+
+def common() -> tuple[Deployed, ...]:
+    """The deployments that every server has; their parameters are filled in when a run is started."""
+    return (
+        Deployed(
+            flow=campaign,
+            name="campaign",
+            description="Post-train a language model. Fill in the form: models, prompts, reward, steps.",
+        ),
+        Deployed(flow=plan, name="plan", description="Find the fastest parallelism for a job. Needs no GPU."),
+    )
+
+
+def scheduled(
+    config: CampaignConfig, *, cron: str | None, interval_s: float | None, max_steps: int | None
+) -> Deployed:
+    """A campaign that goes on from its last checkpoint at every run, up to `config.steps` steps in all."""
+    return Deployed(
+        flow=campaign,
+        name=config.name,
+        description=f"{config.algorithm.kind} of {config.models.actor}, {config.steps} steps in all. "
+        "Every run continues from the newest checkpoint.",
+        parameters={"config": config.model_dump(mode="json"), "continuing": True, "max_steps": max_steps},
+        cron=cron,
+        interval_s=interval_s,
+    )
+
+
+def silent_runs_crash() -> AutomationCore:
+    """A run whose process or host died says nothing; after some silence it counts as crashed.
+
+    A crashed run can be run again from the UI; it continues from its newest checkpoint.
+    """
+    return AutomationCore(
+        name="nereus: crash silent runs",
+        description=f"A run without a heartbeat for {SILENCE_S} s is crashed, which frees its slots.",
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            match_related=ResourceSpecification(
+                {"prefect.resource.role": "flow", "prefect.resource.name": campaign.name}
+            ),
+            after={"prefect.flow-run.heartbeat"},
+            expect={
+                "prefect.flow-run.heartbeat",
+                "prefect.flow-run.Completed",
+                "prefect.flow-run.Failed",
+                "prefect.flow-run.Cancelled",
+                "prefect.flow-run.Crashed",
+                "prefect.flow-run.Paused",
+                "prefect.flow-run.Suspended",
+            },
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=timedelta(seconds=SILENCE_S),
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED,
+                name=None,
+                force=False,
+                message=f"no heartbeat for {SILENCE_S} s: its process or host is gone. "
+                "Run it again to continue.",
+            )
+        ],
+    )
+
+
+def start_when_gpus_appear(deployment_id: Any) -> AutomationCore:
+    """A template, off until it is enabled: GPUs that join the cluster start the given deployment."""
+    return AutomationCore(
+        name="nereus: start when GPUs appear",
+        description="Enable it, and choose the deployment and its parameters.",
+        enabled=False,
+        trigger=EventTrigger(
+            posture=Posture.Reactive,
+            expect={"gpu.pool.changed"},
+            match=ResourceSpecification({"change": "grew"}),
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            RunDeployment(source="selected", deployment_id=deployment_id, parameters=None, job_variables=None)
+        ],
+    )

@@ -1,0 +1,79 @@
+"""GPUs that several campaigns share, counted by a global concurrency limit of the Prefect server.
+
+A campaign holds as many slots as it may ever use, from before its workers start until they have ended.
+Another one that finds too few free waits and says for what. Ray's own counting stays the hard guard below
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.responses import GlobalConcurrencyLimitResponse
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectNotFound
+
+from nereus.config import CampaignConfig
+from nereus.errors import ConfigError, explain
+from nereus.record.listener import current_listener
+
+ASK_AGAIN_S = 15.0  # between two looks at a limit that is full
+
+
+@contextmanager
+def gpus_held(config: CampaignConfig) -> Iterator[None]:
+    """Hold the campaign's GPUs of `cluster.gpu_limit`; where the server has no such limit, nothing.
+
+    Raises ConfigError when the limit is smaller than what the campaign may use.
+    """
+    name, wanted = config.cluster.gpu_limit, config.cluster.max_gpus or config.cluster.gpus
+    limit = _find(name)
+    if limit is None or not limit.active:
+        yield
+        return
+    if limit.limit < wanted:
+        raise ConfigError(
+            explain(
+                f"cannot run {config.name}",
+                values=f"it may use {wanted} GPUs, the limit {name} has {limit.limit}",
+                rule="a campaign holds cluster.max_gpus (or cluster.gpus) of its limit",
+                remedy=f"use fewer GPUs, or raise the limit: nereus deploy --gpus {wanted}",
+            )
+        )
+    with ExitStack() as stack:
+        while not _entered(stack, name, wanted):
+            _say_what_is_missing(name, wanted)
+        yield
+
+
+def _entered(stack: ExitStack, name: str, wanted: int) -> bool:
+    slots = concurrency(
+        name,
+        occupy=wanted,
+        timeout_seconds=ASK_AGAIN_S,
+        strict=True,
+        raise_on_lease_renewal_failure=False,  # a server that restarts must not end a campaign
+    )
+    try:
+        stack.enter_context(slots)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _say_what_is_missing(name: str, wanted: int) -> None:
+    limit = _find(name)
+    if limit is not None:
+        current_listener.get().on_message(
+            f"waiting for {wanted} GPUs: {limit.active_slots} of {limit.limit} of {name} are in use"
+        )
+
+
+def _find(name: str) -> GlobalConcurrencyLimitResponse | None:
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_global_concurrency_limit_by_name(name)
+        except ObjectNotFound:
+            return None
