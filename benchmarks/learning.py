@@ -237,20 +237,22 @@ def table(task: Task, both: dict[str, list[Curves]]) -> Iterator[str]:
 
 def mean_of(seeds: list[list[float]], start: int, end: int | None) -> float:
     """Mean over the seeds and over some steps."""
-    return statistics.mean(value for curve in seeds for value in curve[start:end])
+    return statistics.fmean(value for curve in seeds for value in curve[start:end])
 
 
 def share_inside(still: list[list[float]], moved: list[list[float]]) -> float:
     """Share of steps at which the mean over moved seeds lies between the least and the greatest still one."""
     steps = list(zip(zip(*still, strict=True), zip(*moved, strict=True), strict=True))
     # Before they differ both are the same to the last bit or nearly: a millionth of slack for rounding.
-    return sum(min(a) - 1e-6 <= statistics.mean(b) <= max(a) + 1e-6 for a, b in steps) / len(steps)
+    inside: list[bool] = [min(a) - 1e-6 <= statistics.fmean(b) <= max(a) + 1e-6 for a, b in steps]
+    return sum(inside) / len(inside)
 
 
 def largest_distance(still: list[list[float]], moved: list[list[float]]) -> float:
     """Over steps, the largest difference between the means over seeds."""
     steps = zip(zip(*still, strict=True), zip(*moved, strict=True), strict=True)
-    return max(abs(statistics.mean(a) - statistics.mean(b)) for a, b in steps)
+    distances = [abs(statistics.fmean(a) - statistics.fmean(b)) for a, b in steps]
+    return max(distances)
 
 
 def draw(task: Task, both: dict[str, list[Curves]], path: Path) -> None:

@@ -101,7 +101,9 @@ def _known_instead(path: KeyPath) -> str:
     path = tuple(part for part in path if isinstance(part, str))
     if kinds := [key.kind for key in known_keys() if key.path == path and key.kind]:
         where = ".".join(map(str, path[:-1]))
-        return f"{path[-1]} belongs to {where}.kind {' and '.join(kinds)}; take it out, or change the kind"
+        *others, last = dict.fromkeys(kinds)
+        owners = f"{', '.join(others)} and {last}" if others else last
+        return f"{path[-1]} belongs to {where}.kind {owners}; take it out, or change the kind"
     if near := nearest_keys(path):
         return f"did you mean {' or '.join(near)}?"
     names = sorted({key.path[-1] for key in known_keys() if key.path[:-1] == path[:-1]})

@@ -48,6 +48,9 @@ def test_a_slip_of_one_letter_is_found(dotted: str, data: st.DataObject) -> None
         (("max_new_tokens",), ("sampling.max_new_tokens",)),
         (("batch", "num_generations"), ("batch.samples",)),
         (("plan", "actor_traning"), ("plan.actor_training",)),
+        (("algorithm", "clip_ratio_c"), ("algorithm.dual_clip",)),
+        (("algorithm", "kl", "kl_target"), ("algorithm.kl.adaptive.target",)),
+        (("algorithm", "max_num_gen_batches"), ("algorithm.max_batches",)),
         (("qqq",), ()),
     ],
 )
