@@ -51,7 +51,7 @@ class Attempt:
         self.failed.set()
 
 
-@task(name="begin", cache_policy=NO_CACHE)
+@task(name="begin", task_run_name="begin", cache_policy=NO_CACHE)
 def begin(job: Job, transition: Transition, attempt: Attempt) -> None:
     """Open the epoch on every worker that has a part."""
     calls = dict.fromkeys(transition.movers, Call("begin_transition", (attempt.epoch,)))
@@ -100,7 +100,7 @@ def _prepared(job: Job, attempt: Attempt, operation: PlannedOperation) -> Sequen
     return list(answers.values())
 
 
-@task(name="vote", cache_policy=NO_CACHE)
+@task(name="vote", task_run_name="vote", cache_policy=NO_CACHE)
 def vote(job: Job, transition: Transition, attempt: Attempt) -> dict[Rank, Vote]:
     """Ask every worker that has a part whether it holds all of its new shards.
 
@@ -114,7 +114,7 @@ def vote(job: Job, transition: Transition, attempt: Attempt) -> dict[Rank, Vote]
         return {}
 
 
-@task(name="decide", cache_policy=NO_CACHE)
+@task(name="decide", task_run_name="decide", cache_policy=NO_CACHE)
 def decide(
     job: Job,
     transition: Transition,
@@ -144,14 +144,14 @@ def _moved(spec: StageSpec, transition: Transition, counts: Mapping[str, int]) -
     return replace(spec, origin=FromStage(stage=TRAINING))
 
 
-@task(name="apply", cache_policy=NO_CACHE)
+@task(name="apply", task_run_name="apply", cache_policy=NO_CACHE)
 def apply(job: Job, transition: Transition, decision: Decision) -> None:
     """Let every worker that has a part act on the decision; all that live do, also when one is lost."""
     calls = dict.fromkeys(transition.movers, Call("apply_decision", (decision,)))
     job.cluster.run(calls, what="apply")
 
 
-@task(name="rebuild", cache_policy=NO_CACHE)
+@task(name="rebuild", task_run_name="rebuild", cache_policy=NO_CACHE)
 def rebuild(job: Job) -> None:
     """A new generation of the world, engines around the moved shards, and the weight sync of what was not."""
     with job.stage("rebuild"):

@@ -125,7 +125,8 @@ def plan_transition(
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
     topology = topology or Topology.single_node(1 + max(ranks))
     sources, targets = _moving(now, lost), _moving(then, lost)
-    targets = {name: _seated(sources[name], spec, topology, lost) for name, spec in targets.items()}
+    trained = [name for name, spec in targets.items() if spec.role == "training"]
+    targets |= {name: _seated(sources[name], targets[name], topology, lost) for name in trained}
     broken = {name for name, spec in sources.items() if lost & set(spec.ranks)}
     models = {_model(name): spec.tensors for name, spec in targets.items()}
     before = cluster_state((spec for name, spec in sources.items() if name not in broken), ranks)
@@ -142,7 +143,8 @@ def plan_transition(
         graph = _with_chain(graph, chain, old)
         plans[chain.id] = plan
         units[name] = tuple(unit.layout for unit in plan.new)
-    for name, spec in targets.items():
+    for name in trained:
+        spec = targets[name]
         old, new = sources[name].optimizer_units, replace(spec, units=units[name]).optimizer_units
         if not new or (old == new and name not in broken):
             continue
