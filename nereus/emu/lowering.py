@@ -160,7 +160,8 @@ def _names(plan: ReshardPlan, side: Side, unit: Unit, rank: Rank, mode: Mode) ->
 
 
 def _refuse_bounded(plan: ReshardPlan) -> None:
-    if len(plan.old) - len({unit.id for unit in plan.old if unit.ranks & plan.lost}) < 2:
+    sound = {unit.id for unit in plan.old if not unit.ranks & plan.lost}
+    if len(sound) < 2 and not any(unit in plan.old for unit in plan.new):
         raise InvalidOperation(
             explain(
                 "cannot move the state in bounded mode",

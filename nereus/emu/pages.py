@@ -3,7 +3,7 @@
 A bounded move frees the old shard tensor by tensor and fills the new one likewise, yet optimizers and
 all-reduces want each kind of state as one flat tensor. On a Linux CPU both hold: memory is mapped when it is
 first written, and whole pages are returned to the system in place. Large ranges that are used as a whole
-come in huge pages: the first write into fresh memory, which a new shard pays for every byte, then costs a third.
+come in huge pages, in which the first write into memory, which a new shard always pays, costs a third.
 """
 
 from __future__ import annotations

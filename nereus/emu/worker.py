@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch
 from nereus.emu.checkpoint.part import Part, write_part
 from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
 from nereus.emu.decision import Decision
+from nereus.emu.device_memory import take_peak_bytes
 from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
 from nereus.emu.engines.registry import open_generator, open_trainer
 from nereus.emu.executor import Executor
@@ -40,6 +40,7 @@ from nereus.emu.rank_plan import RankPlan
 from nereus.emu.source import fill
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
+from nereus.emu.timings import Observed, Timings
 from nereus.emu.transaction import Lost, Moved, Order, Participant
 from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.protocol import Deadline
@@ -64,6 +65,7 @@ class Worker:
         self._generators: dict[str, GenerateEngine] = {}
         self._specs: dict[str, StageSpec] = {}
         self._participant: Participant | None = None
+        self._timings = Timings(device=self.device)
         self._syncs: dict[str, RankPlan] = {}
         self._counts: dict[str, int] = {}
 
@@ -206,7 +208,8 @@ class Worker:
 
     def generate(self, stage: str, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts | None:
         """Answer prompts; collective over the unit. Its first rank returns the rollouts."""
-        rollouts = self._generators[stage].generate(prompts, sampling, version)
+        with self._timings.of(f"{stage}/generate"):
+            rollouts = self._generators[stage].generate(prompts, sampling, version)
         return rollouts if self._leads(stage) else None
 
     def score(
@@ -214,7 +217,8 @@ class Worker:
     ) -> Scores | None:
         """Log-probabilities or values of the responses; collective over the unit."""
         engine = self._engines[stage]
-        scores = engine.score(batch, micro_batch_rows=micro_batch_rows, temperature=temperature)
+        with self._timings.of(f"{stage}/score"):
+            scores = engine.score(batch, micro_batch_rows=micro_batch_rows, temperature=temperature)
         return scores if self._leads(stage) else None
 
     def rewards(self, stage: str, batch: TokenBatch, micro_batch_rows: int) -> Tensor | None:
@@ -231,7 +235,8 @@ class Worker:
         learning_rate: float,
     ) -> TrainMetrics:
         """One optimizer step; collective over all units of the model-stage."""
-        return self._engines[stage].train_step(micro_batches, loss, counts, learning_rate=learning_rate)
+        with self._timings.of(f"{stage}/train"):
+            return self._engines[stage].train_step(micro_batches, loss, counts, learning_rate=learning_rate)
 
     def hold_sync_plan(self, source: str, plan: RankPlan) -> None:
         """Keep this worker's part of the plan by which theta moves from a training model-stage."""
@@ -281,7 +286,8 @@ class Worker:
         unit = order.plan.new
         assert unit is not None, "a worker allocates for a unit that it will be in"
         kinds: dict[str, torch.dtype] = {kind.name: TORCH_DTYPE[kind.dtype] for kind in unit.kinds}
-        return ShardState.empty(shard(order.model, unit.layout, self.rank), kinds, self.device)
+        held = shard(order.model, unit.layout, self.rank)
+        return ShardState.empty(held, kinds, self.device, allocated=order.plan.mode == "shadow")
 
     @property
     def participant(self) -> Participant:
@@ -301,13 +307,9 @@ class Worker:
         engine = self._engines.get(stage)
         return self._counts[stage] if engine is None else engine.step_count
 
-    def peak_memory_bytes(self) -> int:
-        """Peak device memory since this was last asked; on a CPU the peak of the process so far."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return peak
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def observe(self) -> Observed:
+        """Peak memory, and seconds by call and term, since this was last asked."""
+        return Observed(peak_bytes=take_peak_bytes(self.device), terms=self._timings.take())
 
     def _layout(self, stage: str) -> Layout:
         """The layout of the unit of `stage` that this worker is in."""
