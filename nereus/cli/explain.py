@@ -1,7 +1,8 @@
-"""`nereus explain`: the transition from a campaign's plan to another one, before it is made."""
+"""`nereus explain`: a transition of a campaign before it is made, or those that a run has made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,11 @@ import typer
 
 from nereus.cli.arguments import CampaignFile, Overrides
 from nereus.config.load import load_campaign
+from nereus.record.transitions import read_transitions, told
 
 if TYPE_CHECKING:  # loaded when a transition is explained, so that --help is instant
     from nereus.emu.stage import StageSpec
-    from nereus.emu.unit import ClusterState, Unit
+    from nereus.tasks.transition_plan import Transition
 
 MemoryGb = Annotated[
     float | None,
@@ -33,59 +35,37 @@ def explain(
 
     Lists the operations of every model-stage in the order in which they would run, what each waits for, where
     GPU memory is short, and what would pass through host memory. Nothing is started and nothing moves.
+    With a run folder instead of a file, lists the transitions that the run has made.
     """
+    if file.is_dir():
+        typer.echo("\n".join(map(told, read_transitions(file))) or "this run has made no transition")
+        return
+    from nereus.emu.transition_svg import svg as draw
+    from nereus.emu.transition_text import explain as explain_schedule
     from nereus.tasks.stages import read_models, stages_under  # loads torch
 
     config = load_campaign(file, overrides or ())
     models = read_models(config)
-    now = tuple(stages_under(config, load_campaign(file).plan, models).values())
-    then = tuple(stages_under(config, config.plan, models).values())
-    typer.echo(_explained(now, then, config.cluster.gpus, memory_gb, gpus_per_node, svg))
+    now = stages_under(config, load_campaign(file).plan, models)
+    then = stages_under(config, config.plan, models)
+    transition = _transition(now, then, memory_gb, gpus_per_node)
+    typer.echo(explain_schedule(transition.schedule))
     if svg is not None:
+        svg.write_text(draw(transition.graph))
         typer.echo(f"wrote {svg}", err=True)
 
 
-def _explained(
-    now: tuple[StageSpec, ...],
-    then: tuple[StageSpec, ...],
-    num_gpus: int,
+def _transition(
+    now: Mapping[str, StageSpec],
+    then: Mapping[str, StageSpec],
     memory_gb: float | None,
     gpus_per_node: int,
-    svg: Path | None,
-) -> str:
-    from nereus.emu.chain_time import planned
-    from nereus.emu.graph import build_graph
-    from nereus.emu.schedule import schedule
+) -> Transition:
     from nereus.emu.schedule_problem import Room
-    from nereus.emu.shard_bytes import sizes_of
-    from nereus.emu.target import place_target
     from nereus.emu.topology import Topology
-    from nereus.emu.transition_svg import svg as draw
-    from nereus.emu.transition_text import explain as explain_schedule
+    from nereus.tasks.transition_plan import AMPLE, plan_transition
 
-    ranks = {rank for spec in (*now, *then) for rank in spec.ranks} | set(range(num_gpus))
-    topology = Topology.uniform(max(ranks) + 1, gpus_per_node)
-    models = {spec.name.partition(".")[0]: spec.tensors for spec in then}
-    before, after = _state(now, ranks), _state(then, ranks)
-    graph = build_graph(before, place_target(before, after, models, topology), topology)
-    cap_bytes = 1 << 60 if memory_gb is None else int(memory_gb * 1e9)
-    room = Room(cap_bytes=cap_bytes)
-    found = schedule(graph, sizes_of(models), room, topology, planned(models, topology))
-    if svg is not None:
-        svg.write_text(draw(found.graph))
-    return explain_schedule(found)
-
-
-def _state(stages: tuple[StageSpec, ...], ranks: set[int]) -> ClusterState:
-    """The units of a plan that have weights of their own; generation that shares training's has none."""
-    from nereus.emu.kinds import serving_kinds, training_kinds
-    from nereus.emu.unit import ClusterState
-
-    units: list[Unit] = []
-    for spec in stages:
-        if spec.shares is not None:
-            continue
-        kinds = (training_kinds if spec.role == "training" else serving_kinds)(spec.model.dtype)
-        model = spec.name.partition(".")[0]
-        units += spec.elastic_units(kinds, model=model)
-    return ClusterState.of(units, ranks)
+    num_ranks = 1 + max(rank for spec in (*now.values(), *then.values()) for rank in spec.ranks)
+    topology = Topology.uniform(num_ranks, gpus_per_node)
+    room = AMPLE if memory_gb is None else Room(cap_bytes=int(memory_gb * 1e9))
+    return plan_transition(now, then, topology=topology, room=room)

@@ -83,3 +83,19 @@ def read_transitions(run_folder: Path) -> list[TransitionRecord]:
 def _record(fields: dict[str, Any]) -> TransitionRecord:
     operations = [OperationRecord(**operation) for operation in fields.pop("operations")]
     return TransitionRecord(**fields, operations=operations)
+
+
+def told(record: TransitionRecord) -> str:
+    """A transition for people, its operations with the bytes and seconds that they took."""
+    megabytes = record.bytes / 1e6
+    lines = [
+        f"before step {record.step}: {record.outcome} in {record.seconds:.3g} s, {megabytes:.3g} MB planned"
+        + (f"; {record.reason}" if record.reason else "")
+        + ("" if record.retry_step is None else f"; not tried again before step {record.retry_step}")
+    ]
+    number = {operation.id: at for at, operation in enumerate(record.operations)}
+    for at, operation in enumerate(record.operations):
+        after = ", ".join(f"({number[name]})" for name in operation.after)
+        took = "" if operation.carrier else f"; sent {operation.bytes} B in {operation.seconds:.3g} s"
+        lines.append(f"  ({at}) {operation.text}{took}" + (f"; after {after}" if after else ""))
+    return "\n".join(lines)

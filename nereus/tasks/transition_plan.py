@@ -251,8 +251,11 @@ def _operations(
     graph = found.graph
     nodes: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        nodes.setdefault(node.chain, []).append(node)
+        if node.kind != "spill":
+            nodes.setdefault(node.chain, []).append(node)
     for slot in found.slots:
+        if slot.spill is not None:
+            continue  # workers cannot spill yet: a room without end asks for none
         chain = graph.chains[slot.chain]
         leader = nodes[slot.chain][0]
         for node in nodes[slot.chain]:

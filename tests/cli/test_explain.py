@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from nereus.cli.app import main
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
 
 CONFIG = {
     "model_type": "llama",
@@ -74,3 +75,51 @@ def test_explain_says_what_memory_is_missing(campaign: Path, capsys: pytest.Capt
         main(["explain", str(campaign), "plan.actor_training.tp=4", "--memory-gb", "0.000001"])
     assert stopped.value.code == 2
     assert "must fit on every rank" in " ".join(capsys.readouterr().err.split())
+
+
+def test_explain_of_two_trained_models_on_the_same_gpus_shows_both(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(str(campaign), "algorithm={kind: ppo}", "plan.critic_training={tp: 1, dp: 2}")
+    shown = capsys.readouterr().out
+    assert "Split critic.training#0" in shown
+
+
+def test_explain_of_a_run_lists_what_its_transitions_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(str(tmp_path))
+    assert "no transition" in capsys.readouterr().out
+    operation = {
+        "kind": "split",
+        "model_stage": "actor.training",
+        "gpus": [0, 1],
+        "bytes": 10,
+        "planned_bytes": 10,
+        "seconds": 0.5,
+    }
+    first = OperationRecord(id="a 0", text="Split one", after=[], carrier=None, **operation)
+    second = OperationRecord(id="a 1", text="Destroy other", after=["a 0"], carrier="a 0", **operation)
+    append_transition(
+        tmp_path,
+        TransitionRecord(
+            step=4,
+            epoch=2,
+            outcome="abort",
+            reason="worker 1 was late",
+            seconds=1.5,
+            bytes=10,
+            lower_bound=10,
+            before={},
+            after={},
+            operations=[first, second],
+            picture="transitions/a.svg",
+            retry_step=6,
+        ),
+    )
+    run(str(tmp_path))
+    shown = capsys.readouterr().out
+    assert "before step 4: abort in 1.5 s" in shown
+    assert "worker 1 was late; not tried again before step 6" in shown
+    assert "(0) Split one; sent 10 B in 0.5 s" in shown
+    assert "(1) Destroy other; after (0)" in shown
