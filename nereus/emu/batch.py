@@ -145,12 +145,15 @@ class TrainBatch(_Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to decode. `temperature` 0 means greedy. Randomness is counter-based by (seed, stream, step, sample
-    id, position), so it does not move with the layout."""
+    """How to decode. `temperature` 0 means greedy. Tokens come from the nucleus `top_p` of the `top_k` most
+    likely ones (None: of all). Randomness is counter-based by (seed, stream, step, sample id, position), so
+    it does not move with the layout.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     step: int = 0

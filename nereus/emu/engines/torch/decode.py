@@ -108,6 +108,7 @@ class _Draw:
             self._greedy_r,
             temperature=self._temperature,
             top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
         )
 
     def _uniforms(self, position: int) -> Tensor:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nereus.emu.arena import TORCH_DTYPE, ShardState
-from nereus.emu.batch import PromptBatch, Rollouts, Sampling, TokenBatch, join_rows
+from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines.rollouts import check_prompts, side_by_side
 from nereus.emu.engines.torch.decode import Decoded, by_turns, decode
 from nereus.emu.engines.torch.decode_forward import DecodeForward
 from nereus.emu.engines.torch.forward import Stage
@@ -19,7 +20,6 @@ from nereus.emu.engines.torch.rope import RopeTable
 from nereus.emu.engines.torch.weights import StageWeights, covered, stage_weights
 from nereus.emu.layout import Layout, shard
 from nereus.emu.unit_groups import UnitGroups
-from nereus.errors import DataError, explain
 
 PACK_FROM_STEPS = 16  # a packed copy costs about as much as it saves in ten steps
 
@@ -63,7 +63,7 @@ class TorchGenerator:
         limit; the model's own end-of-sequence ids stop nothing unless they are among them. Raises DataError
         for an empty prompt.
         """
-        _check(prompts)
+        check_prompts(prompts)
         if prompts.num_rows == 0:
             return _rollouts(prompts, _nothing(), torch.zeros(0, 0), version)
         stage = Stage(weights=self._weights(sampling.max_new_tokens), table=self._table)
@@ -115,18 +115,6 @@ def _packed_stage(weights: StageWeights) -> StageWeights:
     return replace(weights, layers=layers, head=None if weights.head is None else packed(weights.head))
 
 
-def _check(prompts: PromptBatch) -> None:
-    if bool((prompts.lens_b < 1).any()):
-        raise DataError(
-            explain(
-                "cannot generate",
-                values=f"prompt lengths {prompts.lens_b.tolist()}",
-                rule="a prompt has at least one token",
-                remedy="begin prompts with the tokenizer's bos token",
-            )
-        )
-
-
 def _nothing() -> Decoded:
     none = torch.zeros(0, dtype=torch.long)
     return Decoded(
@@ -135,36 +123,12 @@ def _nothing() -> Decoded:
 
 
 def _rollouts(prompts: PromptBatch, decoded: Decoded, logprobs_bt: Tensor, version: int) -> Rollouts:
-    """Prompts and responses side by side; copies, for inference tensors cannot enter a loss."""
-    response_lens_b = decoded.lens_b.cpu().clone()
-    batch = TokenBatch(
-        tokens_bs=_joined(prompts, decoded.tokens_bt.cpu(), response_lens_b),
-        prompt_lens_b=prompts.lens_b,
-        response_lens_b=response_lens_b,
-    )
-    return Rollouts(
-        batch=batch,
-        logprobs_bt=_widened(logprobs_bt.cpu().clone(), batch.max_response),
+    """Copies on the CPU, for inference tensors cannot enter a loss."""
+    return side_by_side(
+        prompts,
+        decoded.tokens_bt.cpu(),
+        lens_b=decoded.lens_b.cpu().clone(),
+        logprobs_bt=logprobs_bt.cpu().clone(),
         stopped_b=decoded.stopped_b.cpu().clone(),
-        sample_ids_b=prompts.sample_ids_b,
         version=version,
     )
-
-
-def _joined(prompts: PromptBatch, tokens_bt: Tensor, response_lens_b: Tensor) -> Tensor:
-    """Int64 [b, s]: each response right after its prompt, zeros after it."""
-    num_rows, lens_b = prompts.num_rows, prompts.lens_b
-    width = int((lens_b + response_lens_b).max()) if num_rows else 1
-    tokens_bs = torch.zeros(num_rows, width, dtype=torch.long)
-    places_s = torch.arange(width)
-    is_prompt_bs = places_s < lens_b[:, None]
-    num_columns = min(width, prompts.tokens_bs.shape[1])
-    tokens_bs[:, :num_columns] = prompts.tokens_bs[:, :num_columns] * is_prompt_bs[:, :num_columns]
-    is_response_bs = ~is_prompt_bs & (places_s < (lens_b + response_lens_b)[:, None])
-    tokens_bs[is_response_bs] = tokens_bt[torch.arange(tokens_bt.shape[1]) < response_lens_b[:, None]]
-    return tokens_bs
-
-
-def _widened(logprobs_bt: Tensor, width: int) -> Tensor:
-    """The first `width` columns, or zeros where there are none."""
-    return torch.nn.functional.pad(logprobs_bt, (0, max(0, width - logprobs_bt.shape[1])))[:, :width]

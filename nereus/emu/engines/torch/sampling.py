@@ -54,17 +54,29 @@ def uniforms(
     count, so any number is had without those before it.
     """
     assert draws <= _MAX_DRAWS, f"{draws} draws a token"
+    positions_n1: Words = np.arange(first, first + num_positions).astype(np.uint64)[:, None]
+    return _uniforms(sampling, stream, sample_ids_b, positions_n1, draws).transpose(0, 1)
+
+
+def uniforms_at(
+    sampling: Sampling, sample_ids_b: Tensor, positions_b: Tensor, *, draws: int, stream: int = GENERATION
+) -> Tensor:
+    """The same numbers for rows that are not at one position; float64 [d, b]."""
+    assert draws <= _MAX_DRAWS, f"{draws} draws a token"
+    return _uniforms(sampling, stream, sample_ids_b, positions_b.numpy().astype(np.uint64), draws)
+
+
+def _uniforms(sampling: Sampling, stream: int, ids_b: Tensor, positions: Words, draws: int) -> Tensor:
+    """Float64 [d, ...] in the shape of positions and ids together."""
     key: Words = np.zeros(1, dtype=np.uint64)
     for field in (sampling.seed, stream, sampling.step):
         key = _mix(key + _word(field))
-    ids_b: Words = sample_ids_b.cpu().numpy().astype(np.int64).view(np.uint64)
-    starts_b = _mix(key + ids_b * np.uint64(_GOLDEN))
-    positions_n: Words = np.arange(first, first + num_positions).astype(np.uint64)
-    draws_d: Words = np.arange(1, draws + 1).astype(np.uint64)
-    counts_nd = positions_n[:, None] * np.uint64(_MAX_DRAWS) + draws_d
-    bits_ndb = _mix(starts_b + counts_nd[:, :, None] * np.uint64(_GOLDEN))
+    words_b: Words = ids_b.cpu().numpy().astype(np.int64).view(np.uint64)
+    starts_b = _mix(key + words_b * np.uint64(_GOLDEN))
+    counted = [positions * np.uint64(_MAX_DRAWS) + np.uint64(draw) for draw in range(1, draws + 1)]
+    bits: Words = _mix(np.stack([starts_b + counts * np.uint64(_GOLDEN) for counts in counted]))
     # 52 bits, so that a uniform times a float64 total always stays below the total.
-    return torch.from_numpy((bits_ndb >> np.uint64(12)).astype(np.float64) * 2.0**-52)
+    return torch.from_numpy((bits >> np.uint64(12)).astype(np.float64) * 2.0**-52)
 
 
 def _word(value: int) -> np.uint64:
@@ -86,11 +98,12 @@ def sample(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [b] and their float32 log-probabilities [b] under softmax(logits / temperature).
 
-    Rows where `greedy_b` is true, and all rows when `uniforms_db` is None, take the largest logit. Top-p
-    narrows the choice, not the log-probabilities. float32 logits are overwritten.
+    Rows where `greedy_b` is true, and all rows when `uniforms_db` is None, take the largest logit. Top-k, and
+    top-p of what it leaves, narrow the choice and not the log-probabilities. float32 logits are overwritten.
     """
     scaled_bv = logits_bv.float()
     if temperature != 1.0:
@@ -101,12 +114,22 @@ def sample(
     if uniforms_db is None:
         tokens_b = scaled_bv.argmax(dim=-1)
     else:
-        kept_bv = weights_bv if top_p >= 1.0 else nucleus(weights_bv, total_b, top_p)
+        kept_bv = weights_bv if top_k is None else likeliest(weights_bv, top_k)
+        if top_p < 1.0:
+            kept_bv = nucleus(kept_bv, total_b if top_k is None else kept_bv.sum(dim=-1), top_p)
         tokens_b = descend(kept_bv, uniforms_db)
         if greedy_b is not None:
             tokens_b = torch.where(greedy_b, scaled_bv.argmax(dim=-1), tokens_b)
     chosen_b = scaled_bv.gather(1, tokens_b[:, None])[:, 0]
     return tokens_b, chosen_b - peak_b1[:, 0] - total_b.log()
+
+
+def likeliest(weights_bv: Tensor, num: int) -> Tensor:
+    """The weights with all but the `num` largest of each row set to zero."""
+    if num >= weights_bv.shape[1]:
+        return weights_bv
+    largest_bn, index_bn = weights_bv.topk(num, dim=-1)
+    return torch.zeros_like(weights_bv).scatter_(1, index_bn, largest_bn)
 
 
 def nucleus(weights_bv: Tensor, total_b: Tensor, top_p: float) -> Tensor:

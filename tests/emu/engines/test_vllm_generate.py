@@ -1,0 +1,74 @@
+"""The vLLM engine against the torch engine, in one process and in several, through changes of layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nereus.emu.store import Store
+from tests.emu.engines.conformance import (
+    LLAMA_TIED,
+    MODEL,
+    ONE_KV_HEAD,
+    QWEN2,
+    QWEN3,
+    Generating,
+    Held,
+    Shape,
+    answers,
+    check_conforms,
+    expected,
+    standard_asks,
+)
+from tests.emu.processes import Workers
+
+pytest.importorskip("vllm", reason="needs the vllm extra", exc_type=ImportError)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+TIMEOUT_S = 400.0  # importing vLLM takes ten seconds of a free core
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Workers, Store]]:
+    """Two workers and their store."""
+    store, workers = Store(), Workers(range(2))
+    yield workers, store
+    workers.close()
+    store.close()
+
+
+def run(pair: tuple[Workers, Store], case: Generating) -> list[tuple[Any, list[Held]]]:
+    """The case's answers by worker."""
+    workers, store = pair
+    asked = range(case.num_workers)
+    arguments = (store.address, next(NUMBERS), case, standard_asks())
+    results = workers.run(answers, *arguments, workers=asked, timeout_s=TIMEOUT_S)
+    return [results[worker] for worker in asked]
+
+
+def conforms(pair: tuple[Workers, Store], case: Generating) -> None:
+    results = run(pair, case)
+    check_conforms(case, [answered for answered, _ in results], expected(case.config, standard_asks()))
+
+
+@pytest.mark.parametrize("config", [MODEL, LLAMA_TIED, QWEN2, QWEN3], ids=["llama", "tied", "qwen2", "qwen3"])
+def test_one_rank_generates_what_the_torch_engine_does(pair: tuple[Workers, Store], config: Any) -> None:
+    conforms(pair, Generating(engine="vllm", config=config))
+
+
+@pytest.mark.parametrize("config", [MODEL, ONE_KV_HEAD], ids=["heads cut", "kv head replicated"])
+def test_two_tensor_parallel_ranks_generate_what_one_does(pair: tuple[Workers, Store], config: Any) -> None:
+    conforms(pair, Generating(engine="vllm", config=config, shapes=(Shape(tp=2),)))
+
+
+@pytest.mark.parametrize("config", [MODEL, LLAMA_TIED], ids=["untied", "tied"])
+def test_two_pipeline_stages_generate_what_one_rank_does(pair: tuple[Workers, Store], config: Any) -> None:
+    conforms(pair, Generating(engine="vllm", config=config, shapes=(Shape(pp=2),)))
+
+
+def test_engines_conform_after_each_change_of_layout_in_living_processes(pair: tuple[Workers, Store]) -> None:
+    shapes = (Shape(tp=2), Shape(units=2), Shape(), Shape(tp=2), Shape(pp=2))
+    conforms(pair, Generating(engine="vllm", shapes=shapes))
