@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nereus.config import CampaignConfig, PlanConfig
 from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
+from nereus.emu.engines.limits import check_layout
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout
@@ -69,7 +70,7 @@ def stages_under(
     """The model-stages under a plan, in the order in which they are built.
 
     Generation shares the training units' weights where its units are theirs, else it is synced from them.
-    Raises ConfigError when a model cannot be cut as planned.
+    Raises ConfigError when a model cannot be cut as planned, by its engine or at all.
     """
     optimizer = config.optimizer
     adam = AdamW(
@@ -78,7 +79,9 @@ def stages_under(
         weight_decay=optimizer.weight_decay,
         max_gradient_norm=optimizer.max_gradient_norm,
     )
-    units = {name: _units(plan, name, models[name].model) for name in models}
+    units = {
+        name: _units(plan, name, stage.model, engine_of(config, stage.role)) for name, stage in models.items()
+    }
     shared = _shares_weights(config) and units[GENERATION] == units[TRAINING]
     return {
         name: StageSpec(
@@ -109,15 +112,17 @@ def _shares_weights(config: CampaignConfig) -> bool:
     return config.engines.generation == "torch" == config.engines.training
 
 
-def _units(plan: PlanConfig, name: str, model: DecoderConfig) -> tuple[Layout, ...]:
+def _units(plan: PlanConfig, name: str, model: DecoderConfig, engine: EngineName) -> tuple[Layout, ...]:
     stage = plan.stage(name)
     spec, size = decoder_spec(model), stage.tp * stage.pp
     try:
-        return tuple(
+        units = tuple(
             Layout.make(
                 spec, tp=stage.tp, pp=stage.pp, ranks=stage.gpu_ids[at : at + size], layers=stage.layers
             )
             for at in range(0, stage.num_gpus, size)
         )
+        check_layout(engine, model, units[0])
+        return units
     except InvalidLayout as error:
         raise ConfigError(f"plan.{name.replace('.', '_')}: {error}") from error

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
 
 CUTS = [Cut(), Cut(tp=2), Cut(pp=2), Cut(tp=2, pp=2), Cut(dp=2)]
+# 4.3 MB of state and gradients a rank and rebuild, so that keeping them would show in twenty.
+LARGER = replace(LLAMA, hidden_size=128, intermediate_size=512)
 MODELS = {
     "llama": LLAMA,
     "qwen2-tied": QWEN2,
@@ -63,3 +65,9 @@ def test_a_transition_moves_every_bit_and_training_goes_on(
 def test_recomputing_layers_changes_nothing(trainers: Trainers, tmp_path: Path) -> None:
     subject = replace(Subject.made("megatron", QWEN3, tmp_path / "model"), recompute=True)
     conformance.check_steps(trainers, subject, Cut(tp=2, pp=2))
+
+
+def test_twenty_rebuilds_leave_nothing_behind(trainers: Trainers, tmp_path: Path) -> None:
+    subject = Subject.made("megatron", LARGER, tmp_path / "model")
+    cuts = (Cut(tp=2, pp=2), Cut(tp=2, dp=2))
+    conformance.check_rebuilds(trainers, subject, cuts, growth_bytes=16 << 20)
