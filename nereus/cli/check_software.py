@@ -14,15 +14,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from nereus.cli.check import Check, Verdict
+from nereus.cli.check_engines import check_engines
 from nereus.config.environment import prefect_api_url
 
 DISTRIBUTION = "nereus-rl"
 SHOWN = ("torch", "ray", "prefect", "transformers")  # the others are named only when something is wrong
-ENGINES = {
-    "vllm": ("vllm", "generation"),
-    "megatron-core": ("megatron", "training"),
-    "deepspeed": ("deepspeed", "training"),
-}
 MIN_SQLITE = (3, 24, 0)  # Prefect's server needs upserts
 SERVER_TIMEOUT_S = 3.0
 
@@ -32,7 +28,7 @@ def check_software() -> list[Check]:
     return [
         check_python(sys.version_info[:3]),
         *check_packages(),
-        *check_engines(),
+        *check_engines(cuda=torch_cuda()),
         check_sqlite(),
         check_server(),
     ]
@@ -81,20 +77,6 @@ def check_requirement(required: Requirement) -> Check:
         text = f"{found}, but {required.specifier} is needed"
         return Check(subject=required.name, found=text, verdict=Verdict.failure, remedy=remedy)
     return Check(subject=required.name, found=found)
-
-
-def check_engines() -> list[Check]:
-    """The embedded engine and the optional ones."""
-    checks = [Check(subject="engine torch", found="built in: generation and training")]
-    for package, (extra, use) in ENGINES.items():
-        try:
-            checks.append(Check(subject=f"engine {extra}", found=f"{package} {version(package)}: {use}"))
-        except PackageNotFoundError:
-            remedy = f"only if you want it: pip install 'nereus-rl[{extra}]'"
-            checks.append(
-                Check(subject=f"engine {extra}", found="absent", verdict=Verdict.note, remedy=remedy)
-            )
-    return checks
 
 
 def torch_cuda() -> str | None:

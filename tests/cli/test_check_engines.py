@@ -1,0 +1,39 @@
+"""doctor says which engines run here and why one does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from nereus.cli import check_engines
+from nereus.cli.check import Verdict
+from nereus.cli.check_engines import check_megatron
+
+
+def test_every_engine_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_engines, "installed", lambda package: None)
+    checks = check_engines.check_engines(cuda=None)
+    assert [check.subject for check in checks] == [
+        "engine torch",
+        "engine vllm",
+        "engine megatron",
+        "engine deepspeed",
+    ]
+    assert all("nereus-rl[" in check.remedy for check in checks[1:])
+
+
+@pytest.mark.parametrize("found", ["0.15.0", "0.17.0", "0.19.2"])
+def test_a_megatron_of_another_version_is_a_warning_that_names_the_right_one(found: str) -> None:
+    check = check_megatron(found, cuda="13.0", transformer_engine=True)
+    assert check.verdict is Verdict.warning
+    assert found in check.found
+    assert "megatron-core>=0.16.1,<0.17" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("cuda", "fused", "how"),
+    [(None, True, "on the CPU"), ("13.0", True, "Transformer Engine"), ("13.0", False, "is absent")],
+)
+def test_a_fitting_megatron_says_how_it_would_train(cuda: str | None, fused: bool, how: str) -> None:
+    check = check_megatron("0.16.1", cuda=cuda, transformer_engine=fused)
+    assert check.verdict is Verdict.ok
+    assert how in check.found
