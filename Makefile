@@ -83,3 +83,5 @@ examples/count/model/recipe.json: $(VENV)/.run
 	@test -e $@ || echo "==> making the demo's model (a short warm start, 12 CPU seconds)"
 	@$(BIN)/python examples/count/make_model.py || { echo "==> Remedy: remove examples/count/model, run make again"; exit 1; }
 	@touch $@
+
+include engines.mk
