@@ -1,6 +1,6 @@
 """Learning curves: every algorithm on two tasks, over seeds, without and with four forced transitions.
 
-    python benchmarks/learning.py run    [--output FOLDER] [--only WORD ...] [--seeds 0 1 2]
+    python benchmarks/learning.py run    [--output FOLDER] [--only WORD ...] [--seeds 0 1 2] [--moved-seeds 0]
     python benchmarks/learning.py report [--output FOLDER] [--images docs/images]
 
 `run` does what is missing, in an order that completes one algorithm after the other, and can be stopped and
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,16 +145,16 @@ def tasks(output: Path) -> tuple[Task, ...]:
     )
 
 
-def all_runs(output: Path, seeds: Sequence[int]) -> Iterator[Run]:
-    """Task by task and algorithm by algorithm: first all seeds without transitions, then with."""
+def all_runs(output: Path, seeds: Sequence[int], moved: Sequence[int]) -> Iterator[Run]:
+    """Task by task and algorithm by algorithm: first all seeds without transitions, then those with."""
     for task in tasks(output):
         for algorithm in ALGORITHMS:
             for moves in (False, True):
-                for seed in seeds:
+                for seed in moved if moves else seeds:
                     yield Run(task=task, algorithm=algorithm, seed=seed, moves=moves)
 
 
-def run(output: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
+def run(output: Path, seeds: Sequence[int], moved: Sequence[int], only: Sequence[str]) -> None:
     """Do the runs that are missing and whose names contain every word of `only`."""
     from nereus.cli.embedded import prepare_environment
 
@@ -164,7 +164,7 @@ def run(output: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
 
     from nereus.flows.campaign import campaign
 
-    wanted = [one for one in all_runs(output, seeds) if all(word in one.name for word in only)]
+    wanted = [one for one in all_runs(output, seeds, moved) if all(word in one.name for word in only)]
     for task in {one.task.name: one.task for one in wanted}.values():
         task.make_model()
     ray.init(
@@ -187,101 +187,110 @@ def run(output: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
     ray.shutdown()
 
 
-Curves = dict[str, list[list[float]]]
-
-
-def curves(output: Path, task: Task, algorithm: str, seeds: Sequence[int], moves: bool) -> Curves:
-    """By quantity, the curve of every seed that is finished."""
-    found: Curves = {"reward": [], "kl": []}
-    for seed in seeds:
-        records = Run(task=task, algorithm=algorithm, seed=seed, moves=moves).records(output)
-        if records:
-            found["reward"].append([record.reward_mean or 0.0 for record in records])
-            found["kl"].append([record.stats["kl/actor"] for record in records])
-    return found
+Finished = dict[int, list["StepRecord"]]
+"""The records of the finished runs, by seed."""
+QUANTITIES: dict[str, Callable[[StepRecord], float]] = {
+    "reward": lambda record: record.reward_mean or 0.0,
+    "kl": lambda record: record.stats["kl/actor"],
+}
 
 
 def report(output: Path, images: Path, seeds: Sequence[int]) -> None:
     """Draw a figure for every task and print the tables."""
     for task in tasks(output):
-        both = {
-            name: [curves(output, task, name, seeds, moves) for moves in (False, True)] for name in ALGORITHMS
-        }
-        if any(still["reward"] for still, _ in both.values()):
+        both: dict[str, tuple[Finished, Finished]] = {}
+        for name in ALGORITHMS:
+            still, moved = (finished(output, task, name, seeds, moves) for moves in (False, True))
+            if still:
+                both[name] = (still, moved)
+        if both:
             draw(task, both, images / f"learning-{task.name}.png")
             print(f"\n{task.name}, {task.steps} steps\n")
-            print("\n".join(table(task, both)))
+            print("\n".join(table(output, task, both)))
 
 
-def table(task: Task, both: dict[str, list[Curves]]) -> Iterator[str]:
-    """Markdown: first and last reward, and how often the moved mean lies within the still seeds' band."""
+def finished(output: Path, task: Task, algorithm: str, seeds: Sequence[int], moves: bool) -> Finished:
+    """The runs that are finished."""
+    found = {
+        seed: Run(task=task, algorithm=algorithm, seed=seed, moves=moves).records(output) for seed in seeds
+    }
+    return {seed: records for seed, records in found.items() if records}
+
+
+def table(output: Path, task: Task, both: dict[str, tuple[Finished, Finished]]) -> Iterator[str]:
+    """Markdown: first and last reward, and what the transitions changed, run by run of one seed."""
     yield (
-        "| algorithm | seeds still + moved | reward, first steps | last steps, still | last steps, moved "
-        "| moved mean in band: reward | KL | largest distance, reward |"
+        "| algorithm | seeds still + moved | reward: first 2 steps | last fifth, still | last fifth, moved "
+        "| transitions | steps in the band: reward, KL | steps with the same responses "
+        "| largest change: reward, KL |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     last = max(1, task.steps // 5)
     for name, (still, moved) in both.items():
-        if not still["reward"]:
-            continue
-        first = f"{mean_of(still['reward'], 0, 2):.3f}"
-        end = [f"{mean_of(c['reward'], -last, None):.3f}" if c["reward"] else "–" for c in (still, moved)]
-        inside = ["–", "–"]
-        distance = "–"
-        if moved["reward"]:
-            inside = [f"{share_inside(still[q], moved[q]):.0%}" for q in ("reward", "kl")]
-            distance = f"{largest_distance(still['reward'], moved['reward']):.3f}"
-        seeds = f"{len(still['reward'])} + {len(moved['reward'])}"
-        yield f"| {name} | {seeds} | {first} | {end[0]} | {end[1]} | {inside[0]} | {inside[1]} | {distance} |"
+        cells = [name, f"{len(still)} + {len(moved)}", f"{mean_reward(still, 0, 2):.3f}"]
+        cells += [f"{mean_reward(runs, -last, None):.3f}" if runs else "–" for runs in (still, moved)]
+        cells += list(changes(output, task, name, still, moved)) if moved else ["–"] * 4
+        yield f"| {' | '.join(cells)} |"
 
 
-def mean_of(seeds: list[list[float]], start: int, end: int | None) -> float:
+def mean_reward(runs: Finished, start: int, end: int | None) -> float:
     """Mean over the seeds and over some steps."""
-    return statistics.fmean(value for curve in seeds for value in curve[start:end])
+    return statistics.fmean(
+        QUANTITIES["reward"](record) for records in runs.values() for record in records[start:end]
+    )
 
 
-def share_inside(still: list[list[float]], moved: list[list[float]]) -> float:
+def changes(output: Path, task: Task, name: str, still: Finished, moved: Finished) -> Iterator[str]:
+    """What differs between the runs of one seed without and with transitions, as four cells."""
+    from nereus.record.transitions import read_transitions
+
+    runs = [Run(task=task, algorithm=name, seed=seed, moves=True) for seed in moved]
+    done = [record for run in runs for record in read_transitions(output / run.name)]
+    yield f"{sum(record.outcome == 'commit' for record in done)} of {len(runs) * len(MOVES)}"
+    yield ", ".join(f"{share_in_band(still, moved, value):.0%}" for value in QUANTITIES.values())
+    pairs = [pair for seed in moved if seed in still for pair in zip(still[seed], moved[seed], strict=True)]
+    same = sum(a.response_tokens == b.response_tokens and a.reward_mean == b.reward_mean for a, b in pairs)
+    yield f"{same} of {len(pairs)}"
+    yield ", ".join(f"{max(abs(value(a) - value(b)) for a, b in pairs):.0e}" for value in QUANTITIES.values())
+
+
+def share_in_band(still: Finished, moved: Finished, value: Callable[[StepRecord], float]) -> float:
     """Share of steps at which the mean over moved seeds lies between the least and the greatest still one."""
-    steps = list(zip(zip(*still, strict=True), zip(*moved, strict=True), strict=True))
-    # Before they differ both are the same to the last bit or nearly: a millionth of slack for rounding.
-    inside: list[bool] = [min(a) - 1e-6 <= statistics.fmean(b) <= max(a) + 1e-6 for a, b in steps]
-    return sum(inside) / len(inside)
+    inside = 0
+    steps = list(zip(*moved.values(), strict=True))
+    for records, of_still in zip(steps, zip(*still.values(), strict=True), strict=True):
+        band = [value(record) for record in of_still]
+        # A millionth of slack: another layout rounds otherwise, also where all three seeds agree.
+        inside += min(band) - 1e-6 <= statistics.fmean(map(value, records)) <= max(band) + 1e-6
+    return inside / len(steps)
 
 
-def largest_distance(still: list[list[float]], moved: list[list[float]]) -> float:
-    """Over steps, the largest difference between the means over seeds."""
-    steps = zip(zip(*still, strict=True), zip(*moved, strict=True), strict=True)
-    distances = [abs(statistics.fmean(a) - statistics.fmean(b)) for a, b in steps]
-    return max(distances)
-
-
-def draw(task: Task, both: dict[str, list[Curves]], path: Path) -> None:
+def draw(task: Task, both: dict[str, tuple[Finished, Finished]], path: Path) -> None:
     """Reward above, KL below, an algorithm a column: the band of the still seeds, and the moved ones."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(both), figsize=(3.2 * len(both), 5), sharex=True, sharey="row")
+    size = (3.2 * len(both), 5)
+    figure, axes = pyplot.subplots(2, len(both), figsize=size, sharex=True, sharey="row", squeeze=False)
     for column, (name, (still, moved)) in enumerate(both.items()):
-        for row, quantity in enumerate(("reward", "kl")):
+        for row, (quantity, value) in enumerate(QUANTITIES.items()):
             axis = axes[row][column]
-            if still[quantity]:
-                by_step = list(zip(*still[quantity], strict=True))
-                low, high = [min(values) for values in by_step], [max(values) for values in by_step]
-                axis.fill_between(range(len(low)), low, high, alpha=0.25, label="still, band of seeds")
-                axis.plot([statistics.mean(values) for values in by_step], label="still, mean")
-            for number, curve in enumerate(moved[quantity]):
+            by_step = [[value(record) for record in records] for records in zip(*still.values(), strict=True)]
+            low, high = [min(values) for values in by_step], [max(values) for values in by_step]
+            axis.fill_between(range(len(low)), low, high, alpha=0.25, label="still, band of seeds")
+            axis.plot([statistics.fmean(values) for values in by_step], label="still, mean")
+            for number, records in enumerate(moved.values()):
                 label = "moved, each seed" if number == 0 else None
-                axis.plot(curve, color="tab:red", linewidth=0.7, alpha=0.6, label=label)
+                curve = [value(record) for record in records]
+                axis.plot(curve, color="tab:red", linewidth=0.7, alpha=0.7, label=label)
             for move in range(1, len(MOVES) + 1):
                 axis.axvline(
                     task.steps * move // (len(MOVES) + 1), color="grey", linewidth=0.5, linestyle=":"
                 )
-            if row == 0:
-                axis.set_title(name)
-            if column == 0:
-                axis.set_ylabel(quantity)
+            axis.set_title(name if row == 0 else "")
+            axis.set_ylabel(quantity if column == 0 else "")
     axes[0][0].legend(fontsize=7)
     figure.suptitle(f"{task.name}: dotted lines are the transitions of the moved runs")
     figure.tight_layout()
@@ -296,11 +305,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/learning"), help="folder of the runs")
     parser.add_argument("--only", nargs="*", default=[], help="words that a run's name must contain")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--moved-seeds", nargs="*", type=int, default=[0, 1, 2], help="with transitions")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args()
     output = arguments.output.absolute()
     if arguments.what == "run":
-        run(output, arguments.seeds, arguments.only)
+        run(output, arguments.seeds, arguments.moved_seeds, arguments.only)
     else:
         report(output, arguments.images, arguments.seeds)
 
