@@ -136,6 +136,11 @@ class CampaignConfig(Frozen):
     @property
     def rows(self) -> int:
         """Rows a step learns from."""
+    @property
+    def rescores(self) -> bool:
+        """Whether the training engine computes the sampled tokens' log-probabilities once more."""
+        return self.algorithm.correction is not None or self.engines.rescores
+
         return self.batch.prompts * self.batch.samples
 
     @model_validator(mode="after")

@@ -59,6 +59,8 @@ class SamplingConfig(Frozen):
     """Softmax temperature; scoring and training use it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the distribution that is sampled from."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Sample among the so many most likely tokens, and from the nucleus of what they share; null: all."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False

@@ -59,7 +59,7 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     rows = gathered.rollouts.batch
 
     reference = once.start("reference", score_reference, job, rows) if config.algorithm.kl else None
-    policy = once.start("policy", score_policy, job, rows) if config.algorithm.correction else None
+    policy = once.start("policy", score_policy, job, rows) if config.rescores else None
     critic = once.start("values", score_values, job, rows) if ppo else None
     rewards = gathered.rewards.result()
     reference_bt = None if reference is None else reference.result()

@@ -138,7 +138,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         micro_batch=rows,
         num_epochs=config.batch.epochs,
         num_mini_batches=config.batch.mini_batches,
-        old_logprobs=False,
+        old_logprobs=config.rescores,
         zero1=config.optimizer.zero1,
     )
     return PlanRequest(
@@ -237,7 +237,8 @@ def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, 
             for unit in seated.units(item)
         )
         out[name] = replace(spec, units=units)
-    shares = out[GENERATION].units == out[TRAINING].units
+    alike = out[GENERATION].engine == "torch" == out[TRAINING].engine
+    shares = alike and out[GENERATION].units == out[TRAINING].units
     out[GENERATION] = replace(out[GENERATION], shares=TRAINING if shares else None)
     return with_options(out, seated)
 

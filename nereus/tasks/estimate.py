@@ -35,8 +35,8 @@ def estimate(
     the whole batch, since groups and whitening span it.
 
     `proximal_bt` are the trained policy's log-probabilities before the update where they are not taken to be
-    the engine's; those then are the behaviour policy's. `beta` is the weight of a KL term in the reward where
-    it adapts, else the configured one.
+    the engine's; with a correction those then are the behaviour policy's. `beta` is the weight of a KL term
+    in the reward where it adapts, else the configured one.
     """
     rows = num_sampled(config, rollouts.batch.num_rows)
     sampled = torch.arange(rows)
@@ -75,7 +75,7 @@ def estimate(
         reference_logprobs_bt=reference_bt,
         old_values_bt=values_bt,
         returns_bt=returns_bt,
-        behaviour_logprobs_bt=None if proximal_bt is None else drawn_bt,
+        behaviour_logprobs_bt=drawn_bt if proximal_bt is not None and config.algorithm.correction else None,
     )
 
 

@@ -33,6 +33,7 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
+            top_k=settings.top_k,
             stop_token_ids=job.prepared.stop_token_ids,
             seed=job.config.seed,
             step=job.state.step,

@@ -11,10 +11,12 @@ from nereus.config import CampaignConfig, PlanConfig
 from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
 from nereus.emu.engines.limits import check_layout
 from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.engines.vllm.limits import check_runs
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout
-from nereus.emu.stage import EngineName, FromFolder, FromStage, Role, StageSpec
+from nereus.emu.stage import EngineName, FromFolder, FromStage, Role, Serving, StageSpec
 from nereus.errors import ConfigError, InvalidLayout, explain
+from nereus.tasks.device import device
 
 TRAINING, GENERATION, CRITIC = "actor.training", "actor.generation", "critic.training"
 REFERENCE, REWARD = "reference.inference", "reward.inference"
@@ -80,7 +82,8 @@ def stages_under(
         max_gradient_norm=optimizer.max_gradient_norm,
     )
     units = {
-        name: _units(plan, name, stage.model, engine_of(config, stage.role)) for name, stage in models.items()
+        name: _units(config, plan, name, stage.model, engine_of(config, stage.role))
+        for name, stage in models.items()
     }
     shared = _shares_weights(config) and units[GENERATION] == units[TRAINING]
     return {
@@ -97,9 +100,21 @@ def stages_under(
             recompute=config.models.recompute,
             zero1=optimizer.zero1 and stage.role == "training",
             shares=TRAINING if name == GENERATION and shared else None,
+            serving=serving_of(config, stage.model) if name == GENERATION else Serving(),
         )
         for name, stage in models.items()
     }
+
+
+def serving_of(config: CampaignConfig, model: DecoderConfig) -> Serving:
+    """What a generation engine is made for: the longest prompt that is taken with the longest response."""
+    settings = config.engines.vllm
+    return Serving(
+        longest_tokens=min(model.max_positions, config.prompts.max_tokens + config.sampling.max_new_tokens),
+        rows=settings.max_sequences,
+        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        eager=settings.eager,
+    )
 
 
 def engine_of(config: CampaignConfig, role: Role) -> EngineName:
@@ -112,7 +127,9 @@ def _shares_weights(config: CampaignConfig) -> bool:
     return config.engines.generation == "torch" == config.engines.training
 
 
-def _units(plan: PlanConfig, name: str, model: DecoderConfig, engine: EngineName) -> tuple[Layout, ...]:
+def _units(
+    config: CampaignConfig, plan: PlanConfig, name: str, model: DecoderConfig, engine: EngineName
+) -> tuple[Layout, ...]:
     stage = plan.stage(name)
     spec, size = decoder_spec(model), stage.tp * stage.pp
     try:
@@ -122,7 +139,10 @@ def _units(plan: PlanConfig, name: str, model: DecoderConfig, engine: EngineName
             )
             for at in range(0, stage.num_gpus, size)
         )
-        check_layout(engine, model, units[0])
+        if engine == "vllm":
+            check_runs(model, units[0], on_cpu=device(config) == "cpu")
+        else:
+            check_layout(engine, model, units[0])
         return units
     except InvalidLayout as error:
         raise ConfigError(f"plan.{name.replace('.', '_')}: {error}") from error

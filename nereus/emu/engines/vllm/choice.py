@@ -71,7 +71,7 @@ class Choice:
         return out_bt
 
 
-class Chooser(LogitsProcessor):
+class Chooser(LogitsProcessor):  # type: ignore[misc]  # vLLM is absent where types are checked
     """vLLM's hook: knows which row of the call sits where in the running batch, and asks the call's `Choice`.
 
     vLLM makes it with its engine; `choice` is set by the engine that owns it before each call.

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _unregister_process_group
+from torch._C._distributed_c10d import HashStore, _unregister_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -79,7 +79,7 @@ class OwnWorld:
         """Connect the unit's ranks once more, as a world. Collective over the unit."""
         world = cls()
         ranks = groups.layout.ranks
-        store: Store = dist.HashStore()
+        store: Store = HashStore()
         if groups.unit is not None:
             shared = c10d._get_process_group_store(groups.unit)
             # The n-th world that these ranks make over this group; all count alike.
