@@ -1,0 +1,227 @@
+"""The DeepSpeed engine: scoring and training of one shard by a DeepSpeedEngine at ZeRO stage 0 with AutoTP.
+
+    rows --> our embedding --> DeepSpeedEngine over a Hugging Face trunk --> our head --> loss
+         gradients in the arena <-- DeepSpeedEngine.backward <--'
+         DeepSpeedEngine.step --> ArenaStep: units, norm, clip, AdamW on the arenas
+
+A unit is DeepSpeed's whole world, so that its data parallelism has one rank and ours is the only one.
+Weights, moments and gradients lie in arenas as the torch engine's do: transitions, weight syncs and
+checkpoints know nothing of DeepSpeed. The vocabulary is cut by our embedding and head, since AutoTP keeps
+them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nereus.algorithms.aggregation import GlobalCounts
+from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
+from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines.deepspeed.process import DeepSpeedProcess, initialize
+from nereus.emu.engines.deepspeed.step import StepOptimizer
+from nereus.emu.engines.deepspeed.trunk import Binding, make_trunk
+from nereus.emu.engines.limits import check_layout
+from nereus.emu.engines.megatron.rows import Rows
+from nereus.emu.engines.torch.accumulate import on_device
+from nereus.emu.engines.torch.clock import Clock
+from nereus.emu.engines.torch.forward import head_scores
+from nereus.emu.engines.torch.model import embed
+from nereus.emu.engines.torch.optimizer import AdamW
+from nereus.emu.engines.torch.packing import Packed, pack
+from nereus.emu.engines.torch.rows import take_rows
+from nereus.emu.engines.torch.score import by_length, present
+from nereus.emu.engines.torch.slices import Slices
+from nereus.emu.engines.torch.step import ArenaStep
+from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
+from nereus.emu.layout import Layout, shard
+from nereus.emu.loss import Loss
+from nereus.emu.unit_groups import UnitGroups
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def settings(layout: Layout) -> dict[str, object]:
+    """DeepSpeed's configuration. Clipping is ours, over all units: DeepSpeed's default would clip at 1."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "tensor_parallel": {"autotp_size": layout.tp},
+    }
+
+
+class DeepSpeedTrainer:
+    """A ScoreEngine, and with an optimizer a TrainEngine. Collective over the unit when it is made.
+
+    Without `state` the arenas are new and zero: `fill` them. Raises InvalidLayout for a cut that DeepSpeed
+    cannot make: pipeline stages, or a tp that does not divide the heads.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layout: Layout,
+        groups: UnitGroups,
+        *,
+        optimizer: AdamW | None,
+        device: torch.device | str = "cpu",
+        recompute: bool = False,
+        zero1: bool = False,
+        state: ShardState | None = None,
+    ) -> None:
+        check_layout("deepspeed", config, layout)
+        spec = decoder_spec(config)
+        mine = shard(spec, layout, groups.rank)
+        dtype = TORCH_DTYPE[config.dtype]
+        kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
+        self._config, self._groups, self._device = config, groups, torch.device(device)
+        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
+        omega = mine if slices is None else slices.own
+        self._state = ShardState.empty(mine, kinds, self._device, omega) if state is None else state
+        assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
+        assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
+        self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
+        theta = self._state["theta"]
+        self._process = DeepSpeedProcess(groups, self._device, TIMEOUT)
+        with self._process.entered():
+            views = covered(theta) if self._grad is None else leaves(theta, self._grad)
+            self._ends = replace(stage_weights(config, mine, views, self._process.tp_group()), layers=())
+            trunk = make_trunk(config, self._device, recompute=recompute)
+            self._binding = Binding(trunk, theta, self._grad)
+            self._binding.bind_whole()
+            self._step = None
+            if self._grad is not None and optimizer is not None:
+                step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
+                self._step = StepOptimizer(list(trunk.parameters()), step, self._process)
+            else:
+                self._binding.freeze()
+            self._engine = initialize(trunk, self._step, settings(layout))
+            if layout.tp > 1:
+                self._engine.first_dataloader_check.remove()  # a unit's ranks are given the same rows
+            self._binding = Binding(trunk, theta, self._grad)
+            self._binding.bind()
+        if self._step is not None:
+            self._step.leave_to_deepspeed(trunk)
+
+    @property
+    def step_count(self) -> int:
+        """Adam's t; part of the logical state, so whoever moves the moments sets it too."""
+        return 0 if self._step is None else self._step.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        if self._step is not None:
+            self._step.step_count = count
+
+    @property
+    def state(self) -> ShardState:
+        """The shard's arenas; a write into them is at once the model's."""
+        return self._state
+
+    @property
+    def grad(self) -> Arena | None:
+        """Gradients of the last step, clipped (with zero1 this unit's own); None without an optimizer."""
+        return self._grad
+
+    def score(
+        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+    ) -> Scores:
+        """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
+        kbt = self._forward(batch, micro_batch_rows, temperature=temperature, entropy=entropy)
+        if self._config.head == "value":
+            return Scores(values_bt=kbt[0])
+        return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
+
+    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
+        return self._forward(batch, micro_batch_rows, temperature=1.0, entropy=False, read="last")[0, :, 0]
+
+    def close(self) -> None:
+        """Let DeepSpeed's engine go, and the unit's world with it."""
+        with self._process.entered():
+            self._engine.destroy()
+        self._process.close()
+
+    def train_step(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
+    ) -> TrainMetrics:
+        """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
+        assert self._grad is not None, "built without an optimizer"
+        assert self._step is not None, "built without an optimizer"
+        assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
+        clock = Clock(self._device)
+        with self._process.entered():
+            with clock.phase("forward_backward"):
+                self._grad.flat.zero_()
+                self._binding.bind_gradients()
+                self._engine.train()
+                sums = self._accumulate(micro_batches, loss, counts)
+            self._step.prepare(sums, clock, learning_rate)
+            self._engine.step()
+        return self._step.metrics
+
+    def _accumulate(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts
+    ) -> dict[str, Tensor]:
+        """Add the gradients of all micro-batches; returns this unit's sums."""
+        sums: dict[str, Tensor] = {}
+        for batch in (one.trimmed() for one in micro_batches):
+            packed = pack(batch.batch).to(self._device)
+            scores = self._scores(packed, temperature=loss.temperature, entropy=loss.needs_entropy)
+            share, parts = loss(scores, on_device(self._device, batch), counts)
+            for name, value in ({"loss": share} | parts).items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            self._engine.backward(share)
+        return sums
+
+    def _forward(
+        self,
+        batch: TokenBatch,
+        micro_batch_rows: int,
+        *,
+        temperature: float,
+        entropy: bool,
+        read: Literal["response", "last"] = "response",
+    ) -> Tensor:
+        """Float32 [k, b, t] on the CPU of every rank: log-probabilities, then entropy if asked; or values."""
+        num_kinds = 2 if entropy and self._config.head == "lm" else 1
+        num_columns = batch.max_response if read == "response" else 1
+        out_kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=self._device)
+        if batch.num_rows == 0:
+            return out_kbt.cpu()
+        with torch.no_grad(), self._process.entered():
+            self._engine.eval()
+            for rows_c in by_length(batch, micro_batch_rows):
+                packed = pack(batch.select(rows_c).trimmed(), read).to(self._device)
+                scores = self._scores(packed, temperature=temperature, entropy=entropy)
+                for kind, part_ct in enumerate(present(scores)):
+                    out_kbt[kind, rows_c.to(self._device), : part_ct.shape[1]] = part_ct
+        return out_kbt.cpu()
+
+    def _scores(self, packed: Packed, *, temperature: float, entropy: bool) -> Scores:
+        """One micro-batch through embedding, trunk and head. Padding is on the right: causality hides it."""
+        rows = Rows.of(packed)
+        tokens_bs = rows.tokens_bs
+        x_bsh = embed(tokens_bs.reshape(-1), self._ends).view(*tokens_bs.shape, -1)
+        out = self._engine(inputs_embeds=x_bsh, position_ids=rows.positions_bs, use_cache=False)
+        hidden_nh = out.last_hidden_state.flatten(0, 1)
+        return head_scores(
+            take_rows(hidden_nh, rows.select_m),
+            packed,
+            head=self._ends.head,
+            score=self._ends.score,
+            vocab_start=self._ends.vocab[0],
+            group=self._ends.tp,
+            temperature=temperature,
+            entropy=entropy,
+        )

@@ -1,0 +1,62 @@
+"""The optimizer that DeepSpeed steps: ours, over the arenas and over all units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nereus.emu.batch import TrainMetrics
+from nereus.emu.engines.deepspeed.process import DeepSpeedProcess
+from nereus.emu.engines.protocol import TORN
+from nereus.emu.engines.torch.clock import Clock
+from nereus.emu.engines.torch.step import ArenaStep
+
+
+class StepOptimizer(torch.optim.Optimizer):
+    """Takes the place of a client's optimizer in `deepspeed.initialize`; holds no state of its own.
+
+    `prepare` says what the next step is, `DeepSpeedEngine.step` takes it, `metrics` tells what it did.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], step: ArenaStep, process: DeepSpeedProcess
+    ) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self.step_count = 0
+        self._step, self._process = step, process
+        self._next: tuple[dict[str, Tensor], Clock, float] | None = None
+        self._metrics: TrainMetrics | None = None
+
+    def leave_to_deepspeed(self, model: nn.Module) -> None:
+        """Do not sum again the partial gradients that AutoTP's own hooks sum over the unit."""
+        summed = {
+            f"model.{name}"
+            for name, parameter in model.named_parameters()
+            if hasattr(parameter, "_ds_grad_allreduce_registered")
+        }
+        rest = tuple(part for part in self._step.partial if part.physical not in summed)
+        self._step = replace(self._step, partial=rest)
+
+    def prepare(self, sums: dict[str, Tensor], clock: Clock, learning_rate: float) -> None:
+        """The losses' sums, the clock and the learning rate of the step that DeepSpeed takes next."""
+        self._next = sums, clock, learning_rate
+
+    @property
+    def metrics(self) -> TrainMetrics:
+        """Those of the last step."""
+        assert self._metrics is not None, "no step was taken"
+        return self._metrics
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Sum the gradients over units, clip, and update the arenas; collective over all units."""
+        assert self._next is not None, "a step is prepared first"
+        sums, clock, learning_rate = self._next
+        with self._process.outside():
+            reduced = self._step.reduce(sums, clock)
+            count, self.step_count = self.step_count + 1, TORN
+            self._metrics = self._step.update(reduced, clock, learning_rate=learning_rate, step_count=count)
+            self.step_count = count
+        self._next = None
