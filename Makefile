@@ -2,15 +2,15 @@
 #
 #   PYTHON=python3.12        the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX=URL          a package index that has torch's CPU wheels; without it pip's own indexes are asked
-#   ALGORITHM=ppo            the demo's algorithm: grpo (default) or ppo
+#   EXAMPLE=ppo              the demo's campaign: adaptive (default), grpo or ppo of examples/count
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOG := $(VENV)/install.log
-ALGORITHM ?= grpo
-DEMO := runs/demo-$(ALGORITHM)
+EXAMPLE ?= adaptive
+DEMO := runs/demo-$(EXAMPLE)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -21,12 +21,12 @@ help: ## show this list
 
 venv: $(VENV)/.dev ## make .venv with the CPU set-up and the developers' tools
 
-demo: $(VENV)/.run examples/count/model/recipe.json ## train a small model to count, on 4 logical GPUs (2 minutes)
-	@echo "==> nereus run examples/count/$(ALGORITHM).yaml (a new run in $(DEMO))"
+demo: $(VENV)/.run examples/count/model/recipe.json ## train a small model to count, under plans that follow it (2 minutes)
+	@echo "==> nereus run examples/count/$(EXAMPLE).yaml (a new run in $(DEMO))"
 	@rm -rf $(DEMO)
-	@$(BIN)/nereus run examples/count/$(ALGORITHM).yaml name=$(notdir $(DEMO)) \
+	@$(BIN)/nereus run examples/count/$(EXAMPLE).yaml name=$(notdir $(DEMO)) \
 	  || { echo "==> the demo failed. Remedy: the message above; then $(BIN)/nereus doctor"; exit 1; }
-	@echo "==> done: open $(DEMO)/report.html in a browser"
+	@echo "==> done: open $(DEMO)/report.html in a browser; its tables say why the job moved, and why not"
 
 test: $(VENV)/.dev ## run the tests (under 5 minutes on 2 cores)
 	@echo "==> pytest"

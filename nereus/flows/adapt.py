@@ -32,6 +32,7 @@ def adapt(job: Job) -> None:
         step=job.state.step,
         lengths_b=measured.lengths_b,
         work_s=measured.work_s,
+        terms_s=measured.terms_s,
         memory_bytes=measured.memory_bytes,
         pool=job.cluster.pool(),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
 from nereus.errors import ConfigError, explain
 from nereus.planner.adapt import Controller, Review, first, review
+from nereus.planner.calibrate import Calibrator
+from nereus.planner.calibration import NEUTRAL
+from nereus.planner.cost import stage_time
+from nereus.planner.fixed import Choice, Fix
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.policies.configured import policy_of
 from nereus.planner.profile import ClusterProfile, builtin_gpus
@@ -42,6 +46,13 @@ STAGE_OF_WORK = {
     "learn actor.training": Stage.TRAINING,
     "learn critic.training": Stage.TRAINING,
 }
+CALL_OF_STAGE = {
+    ModelStage.ACTOR_TRAINING: "actor.training/train",
+    ModelStage.CRITIC_TRAINING: "critic.training/train",
+    ModelStage.CRITIC_INFERENCE: "critic.training/score",
+    ModelStage.REFERENCE_INFERENCE: "reference.inference/score",
+}
+"""The calls whose terms the cost model has, too."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +64,10 @@ class Adapter:
     history: SignalHistory
     gains: StageGains
     last: Signals
+    raw: StageGains = field(default_factory=StageGains)
+    """As `gains`, against the cost model as nothing has corrected it."""
+    classes: Calibrator = field(default_factory=Calibrator)
+    """What engines told of kernel classes and collectives."""
 
     def observe(self, signals: Signals) -> Review:
         """Review the plan in force before a step; the history goes on from here.
@@ -151,7 +166,16 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
             recomputes=(recompute,),
             max_residents=(None,),
         ),
+        fixed=_fixed_by_engine(config, models),
     )
+
+
+def _fixed_by_engine(config: CampaignConfig, models: Mapping[str, StageModel]) -> tuple[Fix, ...]:
+    """What the training engine leaves no choice of: DeepSpeed has no pipeline for these models."""
+    if config.engines.training != "deepspeed":
+        return ()
+    cut = [name for name, stage in models.items() if stage.role != "generation"]
+    return tuple(Fix(scope=name, choice=Choice.PP, value=1) for name in cut)
 
 
 def cluster_of(config: CampaignConfig) -> ClusterProfile:
@@ -197,33 +221,68 @@ def signals_after(
     step: int,
     lengths_b: Tensor,
     work_s: Mapping[str, float],
+    terms_s: Mapping[str, Mapping[str, float]],
     memory_bytes: Mapping[Rank, int],
     pool: tuple[PooledGpu, ...],
 ) -> Signals:
     """What the step before `step` showed. `work_s` are seconds of the busiest worker by kind of work,
-    `memory_bytes` peaks by worker.
+    `terms_s` those of kernel classes and collectives by call, `memory_bytes` peaks by worker.
     """
+    response = LengthDistribution.from_lengths(lengths_b.to(torch.float64).numpy())
     measured = dict.fromkeys(Stage, 0.0)
     for name, seconds in work_s.items():
         if name in STAGE_OF_WORK:
             measured[STAGE_OF_WORK[name]] += seconds
+    neutral = neutral_terms(adapter, response)
+    raw = {
+        stage: max(
+            (sum(terms.values()) for item, terms in neutral.items() if item.stage is stage), default=0.0
+        )
+        for stage in Stage
+    }
+    adapter.raw = adapter.raw.observed(_ratios(measured, raw), NEUTRAL)
     predicted = adapter.seated.plan.stage_s
-    ratios = {
+    adapter.gains = adapter.gains.observed(_ratios(measured, predicted), adapter.last.calibration)
+    for item, terms in neutral.items():
+        if told := terms_s.get(CALL_OF_STAGE.get(item, "")):
+            adapter.classes = adapter.classes.with_terms(terms, told)
+    learned = {name: gain.value for name, gain in adapter.classes.gains.items()}
+    return Signals(
+        step=step,
+        now_s=time.time(),
+        response=response,
+        pool=gpus_of(pool),
+        peak_memory_bytes=memory_bytes,
+        stage_s={str(stage): seconds for stage, seconds in measured.items()},
+        efficiency=adapter.raw.efficiency,
+        calibration=replace(adapter.gains.calibration, **learned),
+    )
+
+
+def neutral_terms(adapter: Adapter, response: LengthDistribution) -> dict[ModelStage, Mapping[str, float]]:
+    """Seconds by term of every model-stage under the plan in force, as the cost model has them uncorrected."""
+    workload, seated = adapter.controller.request.workload.with_response(response), adapter.seated
+    return {
+        item.model_stage: stage_time(
+            item.model_stage,
+            item.tp,
+            item.pp,
+            item.dp,
+            workload=item.option.apply(workload),
+            cluster=seated.cluster,
+            gpu_kind=item.gpu_kind,
+        ).terms
+        for item in seated.plan.assignments
+    }
+
+
+def _ratios(measured: Mapping[Stage, float], predicted: Mapping[Stage, float]) -> dict[Stage, float]:
+    """Measured over predicted seconds, where both are known."""
+    return {
         stage: measured[stage] / predicted[stage]
         for stage in Stage
         if measured[stage] > 0 and predicted.get(stage, 0.0) > 0
     }
-    adapter.gains = adapter.gains.observed(ratios, adapter.last.calibration)
-    return Signals(
-        step=step,
-        now_s=time.time(),
-        response=LengthDistribution.from_lengths(lengths_b.to(torch.float64).numpy()),
-        pool=gpus_of(pool),
-        peak_memory_bytes=memory_bytes,
-        stage_s={str(stage): seconds for stage, seconds in measured.items()},
-        efficiency=adapter.gains.efficiency,
-        calibration=adapter.gains.calibration,
-    )
 
 
 def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, StageSpec]:

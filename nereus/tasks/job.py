@@ -66,6 +66,8 @@ class Measured:
     lengths_b: Tensor
     work_s: Mapping[str, float]
     memory_bytes: Mapping[Rank, int]
+    terms_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds by call (`actor.training/train`) and term, as far as engines told."""
 
 
 @dataclass(kw_only=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 import torch
 
 from nereus.emu.batch import Rollouts, TrainMetrics
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
+from nereus.emu.timings import COLLECTIVES, Observed
 from nereus.record.step import StepRecord
 from nereus.tasks.device import device
 from nereus.tasks.estimate import num_sampled
@@ -23,7 +25,7 @@ def observe(
     rollouts: Rollouts,
     rewards: Rewards,
     trained: Mapping[str, TrainMetrics],
-    memory_bytes: Mapping[Rank, int],
+    seen: Mapping[Rank, Observed],
     stats: Mapping[str, float] | None = None,
 ) -> StepRecord:
     """The record of the step that just ended; `job.state` is already the state after it.
@@ -41,10 +43,12 @@ def observe(
     prompt_tokens = int(rollouts.batch.prompt_lens_b.sum())
     response_tokens = int(rollouts.batch.response_lens_b.sum())
     work_s = dict(job.stage_s) | job.cluster.take_busy_s()
+    memory_bytes = {rank: one.peak_bytes for rank, one in seen.items()}
     job.measured = Measured(
         lengths_b=lengths_b,
         work_s={} if job.again else work_s,
         memory_bytes=memory_bytes if device(job.config) == "cuda" else {},
+        terms_s={} if job.again else terms_of(seen.values()),
     )
     actor = trained.get(TRAINING)
     return StepRecord(
@@ -94,6 +98,23 @@ def _stats(trained: Mapping[str, TrainMetrics]) -> dict[str, float]:
     return out
 
 
-def peak_memory(job: Job) -> dict[Rank, int]:
-    """Peak bytes of every worker."""
-    return job.cluster.run(dict.fromkeys(job.cluster.ranks, Call("peak_memory_bytes")), what="read memory")
+def peak_memory(job: Job) -> dict[Rank, Observed]:
+    """What every worker has to tell: its peak memory, and what its calls took."""
+    return job.cluster.run(dict.fromkeys(job.cluster.ranks, Call("observe")), what="observe")
+
+
+def terms_of(seen: Iterable[Observed]) -> dict[str, dict[str, float]]:
+    """Seconds by call and term over all workers that took part.
+
+    Of a collective the shortest: who comes last waits for nobody, so that is what it takes by itself. Of all
+    others the mean.
+    """
+    values: dict[str, dict[str, list[float]]] = {}
+    for one in seen:
+        for call, terms in one.terms.items():
+            for term, seconds in terms.items():
+                values.setdefault(call, {}).setdefault(term, []).append(seconds)
+    return {
+        call: {term: min(all_s) if term in COLLECTIVES else fmean(all_s) for term, all_s in terms.items()}
+        for call, terms in values.items()
+    }

@@ -4,7 +4,8 @@
 
 Nodes are logical ones of this machine (`ray.cluster_utils.Cluster`), workers are processes with gloo. One
 node is killed without warning while it generates, one is drained with a deadline. The same campaign runs
-undisturbed first. Prints one JSON object with the figures of both; logs to stderr.
+undisturbed first. Writes the figures of both to FOLDER/figures.json;
+logs to stderr.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,10 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as RayCluster
 
 from nereus.config import CampaignConfig
-from nereus.emu.derivation import change_of
-from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Rank
-from nereus.emu.stage import StageSpec
 from nereus.flows.campaign import run_steps
 from nereus.record.decisions import read_decisions
+from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records
 from nereus.record.report import write_report
 from nereus.record.step import StepRecord
@@ -46,8 +44,8 @@ from nereus.tasks.prepare import prepare_campaign
 
 COUNT = Path(__file__).resolve().parents[2] / "examples" / "count"
 PREEMPTION = 2  # Ray's reason for a drain that cannot be refused
-DRAIN_S = 12.0
-GROW, KILL, DRAIN, GROW_AGAIN = 6, 11, 15, 21
+DRAIN_S = 10.0
+GROW, EARLIEST_KILL, PAUSE = 5, 9, 2
 
 
 @dataclass(kw_only=True)
@@ -93,49 +91,57 @@ class Watched:
 
 @dataclass(kw_only=True)
 class Events:
-    """A listener that changes the pool at its steps and keeps the model-stages of every step."""
+    """A listener that changes the pool at its steps."""
 
     job: Job
     nodes: Nodes | None
-    stages: dict[int, dict[str, StageSpec]] = field(default_factory=dict)
-    drained_at_s: float = 0.0
+    struck_step: int | None = None
+    drained_at_s: float | None = None
     left_at_s: float | None = None
+    left_step: int | None = None
 
     def on_stage(self, step: int, stage: str, seconds: float | None) -> None:
-        if stage != "generate" or seconds is not None:
+        if self.nodes is None or stage != "generate" or seconds is not None:
             return
-        self.stages[step] = dict(self.job.stages)
-        if self.nodes is not None and step == KILL and "c" in self.nodes.by_name:
-            pids = self._pids(self.nodes.by_name["c"].node_id)
-            assert len(pids) == 3, pids
-            threading.Timer(0.1, self.nodes.kill, ("c", pids)).start()
+        if self.drained_at_s is not None and self.left_at_s is None and not self._uses("b"):
+            self.left_at_s, self.left_step = time.time(), step
+        if self.struck_step is None and step >= EARLIEST_KILL and self._uses("c"):
+            self.struck_step = step
+            threading.Timer(0.1, self.nodes.kill, ("c", self._pids("c"))).start()
 
     def _change_pool(self, step: int, nodes: Nodes) -> None:
         """Before `step` begins; Ray starts nodes from the main thread only."""
         if step == GROW:
             nodes.add("c", 3)
             nodes.add("d", 1)
-        elif step == DRAIN:
+        if self.struck_step is not None and step == self.struck_step + PAUSE:
             self.drained_at_s = time.time()
             nodes.drain("b", DRAIN_S)
-        elif step == GROW_AGAIN:
+        if self.left_step is not None and step == self.left_step + PAUSE:
             nodes.add("e", 3)
-        if self.drained_at_s and time.time() > self.drained_at_s + DRAIN_S and "b" in nodes.by_name:
+        over = self.drained_at_s is not None and time.time() > self.drained_at_s + DRAIN_S
+        if over and "b" in nodes.by_name:
             nodes.kill("b", ())
 
-    def _pids(self, node_id: str) -> list[int]:
-        cluster = self.job.cluster
-        here = [rank for rank in cluster.ranks if cluster._nodes[rank] == node_id]
-        return [ray.get(cluster._actors[rank].call.remote("ping"))[0] for rank in here]
+    def _ranks(self, name: str) -> list[Rank]:
+        """The live workers on a node."""
+        assert self.nodes is not None, "the pool changes"
+        cluster, node = self.job.cluster, self.nodes.by_name.get(name)
+        return [rank for rank in cluster.ranks if node is not None and cluster._nodes[rank] == node.node_id]
+
+    def _uses(self, name: str) -> bool:
+        """Whether a model-stage lies on a node."""
+        return any(set(self._ranks(name)) & set(spec.ranks) for spec in self.job.stages.values())
+
+    def _pids(self, name: str) -> list[int]:
+        actors = self.job.cluster._actors
+        return [ray.get(actors[rank].call.remote("ping"))[0] for rank in self._ranks(name)]
 
     def on_step(self, record: StepRecord) -> None:
         say(
             f"step {record.step:2d} {record.step_s:5.2f} s  length {record.length_mean:5.1f} "
             f"(max {record.length_max}) reward {record.reward_mean:.3f}  {dict(record.plan)}"
         )
-        if self.drained_at_s and self.left_at_s is None:
-            left = all(gpu.drain_at_s is None for gpu in self.job.cluster.pool())
-            self.left_at_s = time.time() if left else None
         if self.nodes is not None:
             self._change_pool(record.step + 1, self.nodes)
 
@@ -181,28 +187,11 @@ def run(config: CampaignConfig, nodes: Nodes | None) -> tuple[Events, Watched, f
     return events, watched, time.perf_counter() - started
 
 
-def operations(stages: dict[int, dict[str, StageSpec]], alive: dict[int, frozenset[Rank]]) -> dict[str, int]:
-    """The operations between successive steps, counted by kind; units that lost a rank are left out."""
-    counts: dict[str, int] = {}
-    steps = sorted(stages)
-    for before, after in pairwise(steps):
-        for name, spec in stages[after].items():
-            if spec.role == "generation":
-                continue
-            kinds = training_kinds(spec.model.dtype)
-            old = tuple(u for u in stages[before][name].elastic_units(kinds) if u.ranks <= alive[after])
-            for chain in change_of(name, old, spec.elastic_units(kinds), ()).chains:
-                for operation in chain.operations:
-                    kind = type(operation).__name__
-                    counts[kind] = counts.get(kind, 0) + 1
-    return counts
-
-
 def main() -> None:
     """Run both and print the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     subprocess.run([sys.executable, COUNT / "make_model.py"], check=True, stdout=sys.stderr)
     cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0})
@@ -229,11 +218,8 @@ def main() -> None:
     finally:
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]
-    print(
-        json.dumps(
-            figures(still, moving, calm, disturbed, events) | {"still_s": still_s, "moving_s": moving_s}
-        )
-    )
+    found = figures(still, moving, calm, disturbed, events) | {"still_s": still_s, "moving_s": moving_s}
+    (arguments.folder / "figures.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def figures(
@@ -241,7 +227,8 @@ def figures(
 ) -> dict[str, Any]:
     """Both runs as plain JSON values."""
     one, two = (read_records(config.run_folder / "metrics.jsonl") for config in (still, moving))
-    alive = {r.step: frozenset(int(name.split()[1]) for name in r.memory_bytes) for r in two}
+    transitions = read_transitions(moving.run_folder)
+    kinds = [operation.kind for record in transitions for operation in record.operations]
     return {
         "versions": [[r.version for r in records] for records in (one, two)],
         "positions": [[(r.epoch, r.position) for r in records] for records in (one, two)],
@@ -258,7 +245,7 @@ def figures(
                 "bytes": t.bytes,
                 "bound": t.lower_bound,
             }
-            for t in read_transitions(moving.run_folder)
+            for t in transitions
         ],
         "decisions": [
             {
@@ -269,9 +256,19 @@ def figures(
             }
             for d in read_decisions(moving.run_folder)
         ],
-        "operations": operations(events.stages, alive),
+        "operations": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "emergencies": [
+            {
+                "step": e.step,
+                "gone": list(e.gone),
+                "way": str(e.way),
+                "seconds": e.seconds,
+                "redone": e.steps_redone,
+            }
+            for e in read_emergencies(moving.run_folder)
+        ],
         "left_before_deadline_s": None
-        if events.left_at_s is None
+        if events.left_at_s is None or events.drained_at_s is None
         else events.drained_at_s + DRAIN_S - events.left_at_s,
     }
 

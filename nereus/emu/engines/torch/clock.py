@@ -1,4 +1,8 @@
-"""Seconds by phase of a step."""
+"""Seconds by phase of a step, and of the collectives inside any call of an engine.
+
+A clock that is `running` is told of every `span` of this process, from whatever thread: the backward pass on
+a GPU has one of its own. On a GPU a span is measured by events on its stream, which wait for nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+_running: list[Clock] = []
+
 
 class Clock:
     """`with clock.phase(name):` adds to `seconds[name]`; on a GPU a phase ends when its kernels have."""
@@ -15,6 +21,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self._device = device
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -23,4 +30,52 @@ class Clock:
         yield
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._add(name, time.perf_counter() - start)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be told of every span in the body."""
+        _running.append(self)
+        try:
+            yield
+        finally:
+            _running.remove(self)
+        if self._events:
+            torch.accelerator.synchronize(self._device)
+            for name, begun, ended in self._events:
+                self._add(name, begun.elapsed_time(ended) / 1e3)
+            self._events.clear()
+
+    def begin(self) -> float | torch.cuda.Event:
+        """The start of a span."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        return _event()
+
+    def end(self, name: str, begun: float | torch.cuda.Event) -> None:
+        """The end of a span."""
+        if isinstance(begun, float):
+            self._add(name, time.perf_counter() - begun)
+        else:
+            self._events.append((name, begun, _event()))
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Tell the clock that runs, if one does, how long the body takes; a body that raises is not told of."""
+    if not _running:
+        yield
+        return
+    clock = _running[-1]
+    begun = clock.begin()
+    yield
+    clock.end(name, begun)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nereus.emu.engines.torch.clock import span
+
 
 class _CopyTo(torch.autograd.Function):
     @staticmethod
@@ -26,7 +28,8 @@ class _CopyTo(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The engine may hand the same tensor to another consumer, so it is not reduced in place.
         total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        with span("tensor_parallel"):
+            dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
@@ -34,7 +37,8 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
+        with span("tensor_parallel"):
+            dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
@@ -54,6 +58,7 @@ def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is None:
         return x
     if not torch.is_grad_enabled():
-        dist.all_reduce(x, group=group)
+        with span("tensor_parallel"):
+            dist.all_reduce(x, group=group)
         return x
     return _ReduceFrom.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nereus.emu.engines.torch.clock import span
 from nereus.emu.engines.torch.collectives import copy_to, reduce_from
 from nereus.emu.engines.torch.product import product
 from nereus.emu.engines.torch.rms_norm import rms_norm
@@ -141,7 +142,8 @@ def full_logits(x_mh: Tensor, stage: StageWeights) -> Tensor:
         return part_mv
     part_mv = F.pad(part_mv, (0, stage.vocab_stored - part_mv.shape[1]))
     parts = [torch.empty_like(part_mv) for _ in range(dist.get_world_size(stage.tp))]
-    dist.all_gather(parts, part_mv, group=stage.tp)
+    with span("tensor_parallel"):
+        dist.all_gather(parts, part_mv, group=stage.tp)
     return torch.cat(parts, dim=1)[:, : stage.config.vocab_size]
 
 

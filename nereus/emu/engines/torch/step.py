@@ -18,7 +18,7 @@ from nereus.emu.arena import Arena, ShardState
 from nereus.emu.batch import TrainMetrics
 from nereus.emu.engines.torch import optimizer as adam
 from nereus.emu.engines.torch.accumulate import total_sums
-from nereus.emu.engines.torch.clock import Clock
+from nereus.emu.engines.torch.clock import Clock, span
 from nereus.emu.engines.torch.gradients import (
     PartialGradient,
     complete,
@@ -102,7 +102,10 @@ class ArenaStep:
         with clock.phase("optimizer"):
             adam.clip(reduced.grad, reduced.norm, self.settings.max_gradient_norm)
             state = self.state if self.slices is None else self._sliced(self.slices)
-            adam.step(state, reduced.grad, self.settings, learning_rate=learning_rate, step_count=step_count)
+            with span("optimizer"):
+                adam.step(
+                    state, reduced.grad, self.settings, learning_rate=learning_rate, step_count=step_count
+                )
             if self.slices is not None:
                 self.slices.spread(state["theta"], self.state["theta"])
         stats = dict(reduced.stats)
@@ -119,7 +122,8 @@ class ArenaStep:
         if self.slices is not None:
             return self.slices.reduce(self.grad).flat
         if self.groups.dp is not None:
-            dist.all_reduce(self.grad.flat, group=self.groups.dp)
+            with span("data_parallel"):
+                dist.all_reduce(self.grad.flat, group=self.groups.dp)
         return self.grad.flat
 
     def _sliced(self, slices: Slices) -> ShardState:
