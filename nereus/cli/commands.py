@@ -79,6 +79,12 @@ COMMANDS = (
         ),
     ),
     Command(
+        name="watch",
+        target="nereus.cli.watch:watch",
+        line="Watch a run, from its folder.",
+        examples=("nereus watch demo-grpo", "nereus watch /runs/llama-3.1-8b-ppo --once"),
+    ),
+    Command(
         name="deploy",
         target="nereus.cli.deploy:deploy",
         line="Put campaigns on a Prefect server: pool, limit, deployments, schedules.",

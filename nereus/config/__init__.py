@@ -24,6 +24,7 @@ from nereus.config.algorithm import (
 )
 from nereus.config.campaign import CampaignConfig, CheckpointConfig, Tracking
 from nereus.config.correction import CorrectionConfig, RejectionConfig
+from nereus.config.dashboard import DashboardConfig
 from nereus.config.engines import EnginesConfig
 from nereus.config.environment import environment_folder
 from nereus.config.models import ModelsConfig, Precision
@@ -44,6 +45,7 @@ __all__ = [
     "CorrectionConfig",
     "DapoConfig",
     "DrGrpoConfig",
+    "DashboardConfig",
     "EnginesConfig",
     "FileData",
     "GrpoConfig",

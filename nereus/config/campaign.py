@@ -20,6 +20,7 @@ from nereus.config.algorithm import (
     RemaxConfig,
     RlooConfig,
 )
+from nereus.config.dashboard import DashboardConfig
 from nereus.config.engines import EnginesConfig
 from nereus.config.frozen import BY_KIND, Frozen
 from nereus.config.models import ModelsConfig
@@ -104,6 +105,8 @@ class CampaignConfig(Frozen):
     """The Ray cluster."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    dashboard: DashboardConfig | None = None
+    """A page on which the run shows itself while it runs, e.g. `dashboard: {}`; none when absent."""
     tracking: Tracking = Tracking.auto
     """`full`: a subflow a step and a task a stage; `tasks`: a task a stage; `step`: one task a step; `auto`
     takes the fullest whose overhead stays below 1 % of the measured step."""
@@ -134,13 +137,13 @@ class CampaignConfig(Frozen):
         return plan
 
     @property
-    def rows(self) -> int:
-        """Rows a step learns from."""
-    @property
     def rescores(self) -> bool:
         """Whether the training engine computes the sampled tokens' log-probabilities once more."""
         return self.algorithm.correction is not None or self.engines.rescores
 
+    @property
+    def rows(self) -> int:
+        """Rows a step learns from."""
         return self.batch.prompts * self.batch.samples
 
     @model_validator(mode="after")
@@ -173,15 +176,6 @@ class CampaignConfig(Frozen):
             raise ValueError(
                 "cluster.max_gpus is given, but without adaptation a job takes no further GPUs; "
                 "add adaptation: {}, or leave max_gpus out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shared_optimizer(self) -> CampaignConfig:
-        if self.optimizer.zero1 and self.engines.training != "torch":
-            raise ValueError(
-                f"optimizer.zero1 with engines.training = {self.engines.training}, but only the torch engine "
-                "shares an optimizer among units; use engines.training=torch, or leave zero1 out"
             )
         return self
 

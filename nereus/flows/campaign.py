@@ -18,6 +18,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
 from nereus.flows.adapt import adapt
+from nereus.flows.live import shown_live
 from nereus.flows.recovery import surviving
 from nereus.flows.run_log import logged
 from nereus.flows.step import MAX_CONCURRENT, tracked_step
@@ -67,7 +68,7 @@ def campaign(
     """
     prepared = prepare_campaign(config)
     resume = resume or ((continuing or is_rerun()) and newest_checkpoint(config) is not None)
-    with logged(), gpus_held(config), open_job(prepared, resume=resume) as job:
+    with logged(), shown_live(config), gpus_held(config), open_job(prepared, resume=resume) as job:
         run_steps(job, last_step(job, max_steps))
         assert job.checkpoint is not None, "a finished run has a checkpoint"
         return CampaignResult(

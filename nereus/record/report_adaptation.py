@@ -10,7 +10,7 @@ from typing import Any
 from nereus.record.chart import number
 from nereus.record.decisions import read_decisions
 from nereus.record.emergencies import EmergencyRecord, read_emergencies
-from nereus.record.transitions import TransitionRecord, read_transitions
+from nereus.record.transitions import OperationRecord, TransitionRecord, read_transitions
 
 Decisions = Sequence[Mapping[str, Any]]
 Facts = list[tuple[str, str, bool]]
@@ -44,11 +44,17 @@ def adaptation_section(folder: Path) -> Iterable[str]:
     yield "<h2>Adaptation</h2>"
     yield from _table("Decisions: why yes, why no", DECISION_HEAD, map(_decision, decisions))
     yield from _table("Transitions", TRANSITION_HEAD, map(_transition, transitions))
+    yield from _table(
+        "Operations of the transitions",
+        OPERATION_HEAD,
+        (_operation(record, operation) for record in transitions for operation in record.operations),
+    )
     yield from _table("Emergencies", EMERGENCY_HEAD, map(_emergency, emergencies))
 
 
 DECISION_HEAD = ("before step", "verdict", "cause", "what was seen", "why", "step now → then", "move", "plan")
 TRANSITION_HEAD = ("before step", "outcome", "seconds", "MB moved", "operations", "to")
+OPERATION_HEAD = ("before step", "operation", "MB sent", "seconds", "failed because")
 EMERGENCY_HEAD = (
     "step",
     "workers lost",
@@ -86,6 +92,16 @@ def _transition(record: TransitionRecord) -> Sequence[str]:
         number(record.bytes / 1e6, 3),
         counted,
         "; ".join(moved),
+    )
+
+
+def _operation(record: TransitionRecord, operation: OperationRecord) -> Sequence[str]:
+    return (
+        str(record.step),
+        operation.text,
+        number(operation.bytes / 1e6, 3),
+        number(operation.seconds, 3),
+        operation.reason,
     )
 
 

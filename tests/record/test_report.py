@@ -153,7 +153,7 @@ def test_decisions_transitions_and_emergencies_are_told(config: CampaignConfig, 
         id="a",
         kind="split",
         model_stage="actor.training",
-        text="",
+        text="Split actor.training#0",
         after=[],
         gpus=[0, 1],
         bytes=10,
@@ -191,5 +191,12 @@ def test_decisions_transitions_and_emergencies_are_told(config: CampaignConfig, 
     )
     page = render_report(run(8), config, tmp_path)
     check(page)
-    for text in ("it does not pay", "1 split", "peer copy", "worker 3 died &lt;now&gt;", "2 steps redone"):
+    for text in (
+        "it does not pay",
+        "1 split",
+        "Split actor.training#0",
+        "peer copy",
+        "worker 3 died &lt;now&gt;",
+        "2 steps redone",
+    ):
         assert text in page
