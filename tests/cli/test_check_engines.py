@@ -6,7 +6,7 @@ import pytest
 
 from nereus.cli import check_engines
 from nereus.cli.check import Verdict
-from nereus.cli.check_engines import check_megatron
+from nereus.cli.check_engines import check_deepspeed, check_megatron, check_vllm
 
 
 def test_every_engine_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +37,42 @@ def test_a_fitting_megatron_says_how_it_would_train(cuda: str | None, fused: boo
     check = check_megatron("0.16.1", cuda=cuda, transformer_engine=fused)
     assert check.verdict is Verdict.ok
     assert how in check.found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "cuda", "misfits", "why"),
+    [
+        ("0.33.0", "0.32.0", "13.0", (), "overwrite each other"),
+        ("0.30.0", None, "13.0", (), "0.32 or later"),
+        ("0.33.0", None, None, (), "no CUDA"),
+        (None, "0.32.0", "13.0", (), "CPUs only"),
+        (None, "0.32.0", None, ("torchvision",), "beside torchvision"),
+    ],
+)
+def test_a_vllm_that_cannot_run_here_says_why(
+    gpu: str | None, cpu: str | None, cuda: str | None, misfits: tuple[str, ...], why: str
+) -> None:
+    check = check_vllm(gpu, cpu, cuda=cuda, misfits=misfits)
+    assert check.verdict is Verdict.warning
+    assert why in check.found + check.remedy
+    assert check.remedy
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "cuda", "how"),
+    [("0.33.0", None, "13.0", "on GPUs"), (None, "0.32.0", None, "on the CPU")],
+)
+def test_a_fitting_vllm_says_how_it_would_generate(
+    gpu: str | None, cpu: str | None, cuda: str | None, how: str
+) -> None:
+    check = check_vllm(gpu, cpu, cuda=cuda, misfits=())
+    assert check.verdict is Verdict.ok
+    assert how in check.found
+
+
+def test_deepspeed_says_where_it_would_train_and_that_it_has_no_pipeline() -> None:
+    assert "on the CPU" in check_deepspeed("0.19.8", cuda=None).found
+    assert "no pipeline" in check_deepspeed("0.20.0", cuda="13.0").found
+    old = check_deepspeed("0.18.1", cuda=None)
+    assert old.verdict is Verdict.warning
+    assert "deepspeed>=0.19.8" in old.remedy

@@ -60,13 +60,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with the count task's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     write_hf_folder(Random(TINY), TINY, folder)
+    write_count_tokenizer(folder)
+    return folder
+
+
+def write_count_tokenizer(folder: Path) -> None:
+    """The count task's tokenizer, as the example writes it."""
     sys.path.insert(0, str(COUNT))
     try:
         from make_model import write_tokenizer
     finally:
         sys.path.remove(str(COUNT))
     write_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
