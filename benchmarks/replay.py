@@ -2,9 +2,11 @@
 
 python benchmarks/replay.py                  # all traces, writes docs/results.md and its picture
 python benchmarks/replay.py --traces LL,spot # some, to the terminal only
+python benchmarks/replay.py --keep FOLDER    # traces already measured there are not run again
 
-Each trace runs in a process of its own, on one thread. The supplied traces are Parcae's (AWS p3 instances);
-they are looked for in $NEREUS_DATA, or ../shared/data beside the repository, and left out where absent.
+Each trace runs in a process of its own, on one thread, `--jobs` of them at once. The supplied traces are
+Parcae's (AWS p3 instances); they are looked for in $NEREUS_DATA, or ../shared/data beside the repository, and
+left out where absent.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +49,19 @@ PARCAE = {
     "LH": "parcae_gpt6.7b_lh_80_90.txt",
     "LL": "parcae_gpt6.7b_ll_10_11.txt",
 }
-SYNTHETIC = ("spot", "load", "small")
-POLICIES = ("fixed", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
-LARGE = ("fixed", "never", "any_gain", "payback", "oracle")  # over the thousand steps of `grow`
+SYNTHETIC = ("spot", "churn", "ebb", "load", "small")
+TRACES = (*PARCAE, *SYNTHETIC, "grow")
+SEEN = ("HH", "LL", "load", "small")  # looked at while the policies were made; the others are held out
+POLICIES = ("fixed", "frozen", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
+LARGE = ("fixed", "frozen", "never", "any_gain", "payback")  # over the thousand steps of `grow`
+DRAWN = ("fixed", "payback", "any_gain", "oracle")
+RUN = ("payback", "never", "fixed", "oracle", "frozen", "any_gain", "verl_gate", "every_3")
 GAMMAS = ("payback=0.25", "payback=0.75", "payback=1")
-COSTS = FixedCosts(transition_s=5.0, restart_s=300.0)
+COSTS = FixedCosts(transition_s=5.0, restart_s=300.0, moving_factor=1.67)
 LIMIT = 16384.0
 
 
-def job(model: str, gpu: str, batch: int, nodes: int) -> PlanRequest:
+def job(model: str, gpu: str, batch: int, nodes: int, space: Space = Space.GENERAL) -> PlanRequest:
     """PPO with prompts of 1,024 tokens; all four models have one shape."""
     return PlanRequest(
         workload=Workload(
@@ -65,7 +72,7 @@ def job(model: str, gpu: str, batch: int, nodes: int) -> PlanRequest:
             response=growing_lengths(0, 2, start=500, end=500)[0].distribution,
         ),
         cluster=ClusterProfile.parse(f"{nodes}x8x{gpu}"),
-        space=Space.POW2,
+        space=space,
     )
 
 
@@ -87,7 +94,7 @@ def contest(name: str, data: Path | None) -> Contest | None:
 
 
 def synthetic(name: str) -> Contest:
-    """Held out: spot supply with slow spells; load alone, on steady GPUs; a small job on slower links."""
+    """Spot supply with slow spells; load alone, on steady GPUs; small jobs; lengths that rise and fall."""
     steps = 200
     growth = growing_lengths(21, steps, start=500, end=8000, limit=LIMIT)
     if name == "spot":
@@ -97,8 +104,16 @@ def synthetic(name: str) -> Contest:
     if name == "load":
         trace = trace_of(name, steady_supply(2), growth, step_s=100.0, most_nodes=2)
         return Contest(request=job("llama-3.1-8b", "H100", 512, 2), trace=trace, costs=COSTS)
-    supply = spot_supply(24, duration_s=steps * 200.0, least=2, most=6)
-    trace = trace_of(name, supply, growth, slow_spells(25, steps), step_s=200.0, most_nodes=6)
+    if name == "ebb":
+        rise = growing_lengths(51, steps // 2, start=500, end=8000, limit=LIMIT)
+        supply = spot_supply(52, duration_s=steps * 100.0, least=2, most=5)
+        trace = trace_of(
+            name, supply, (*rise, *rise[::-1]), slow_spells(53, steps), step_s=100.0, most_nodes=5
+        )
+        return Contest(request=job("llama-3.1-8b", "H100", 512, 5), trace=trace, costs=COSTS)
+    seed = 24 if name == "small" else 44
+    supply = spot_supply(seed, duration_s=steps * 200.0, least=2, most=6)
+    trace = trace_of(name, supply, growth, slow_spells(seed + 1, steps), step_s=200.0, most_nodes=6)
     return Contest(request=job("llama-3.1-8b", "L40S", 256, 6), trace=trace, costs=COSTS)
 
 
@@ -108,38 +123,51 @@ def large() -> Contest:
     supply = growing_supply(16, 128, duration_s=steps * 100.0, stages=6)
     lengths = growing_lengths(31, steps, start=500, end=8000, limit=LIMIT)
     trace = trace_of("grow", supply, lengths, step_s=100.0, most_nodes=128)
-    return Contest(request=job("llama-3.1-70b", "H100", 1024, 128), trace=trace, costs=COSTS)
+    asked = job("llama-3.1-70b", "H100", 1024, 128, Space.POW2)
+    return Contest(request=asked, trace=trace, costs=COSTS)
 
 
-def measure(name: str, words: Sequence[str], data: Path | None, plot: Path | None) -> dict[str, Any]:
-    """Every policy over one trace, as plain numbers."""
+def measure(
+    name: str, words: Sequence[str], data: Path | None, plot: Path | None, kept: Path | None
+) -> dict[str, Any]:
+    """Every policy over one trace, as plain numbers. What `kept` has is not run again; it grows as they run."""
     made = contest(name, data)
     if made is None:
         return {}
+    result: dict[str, Any] = {"trace": about(made.trace), "rows": {}}
+    if kept is not None and kept.exists():
+        result = json.loads(kept.read_text())
     runs: list[Run] = []
-    rows = {}
     for word in words if name != "grow" else [word for word in words if word in LARGE]:
+        if word in result["rows"]:
+            continue
         start = time.process_time()
         run = made.run(word)
         runs.append(run)
-        rows[word] = {
-            "mean_step_s": run.mean_step_s,
-            "steps": run.num_steps,
-            "transitions": run.num_transitions,
-            "restarts": run.num_restarts,
-            "transition_share": run.transition_share,
-            "redone_share": run.redone_s / run.total_s,
-            "stalled_share": run.stalled_s / run.total_s,
-            "cpu_s": time.process_time() - start,
-        }
-        print(f"{name} {word}: {rows[word]}", file=sys.stderr, flush=True)
-    if plot is not None:
-        from nereus.cli.replay_plot import draw_replay
+        result["rows"][word] = row_of(run) | {"cpu_s": time.process_time() - start}
+        print(f"{name} {word}: {result['rows'][word]}", file=sys.stderr, flush=True)
+        if kept is not None:
+            kept.write_text(json.dumps(result))
+        if plot is not None and word in DRAWN:
+            from nereus.cli.replay_plot import draw_replay
 
-        draw_replay(
-            [run for run in runs if run.policy in ("fixed", "payback", "any_gain", "oracle")], plot, name
-        )
-    return {"trace": about(made.trace), "rows": rows}
+            draw_replay([run for run in runs if run.policy in DRAWN], plot, name)
+    return result
+
+
+def row_of(run: Run) -> dict[str, float]:
+    """The numbers of one replay."""
+    return {
+        "mean_step_s": run.mean_step_s,
+        "pure_step_s": sum(row.step_s for row in run.rows) / max(run.num_steps, 1),
+        "steps": run.num_steps,
+        "transitions": run.num_transitions,
+        "restarts": run.num_restarts,
+        "transition_s": run.transition_s,
+        "transition_share": run.transition_share,
+        "redone_share": run.redone_s / run.total_s,
+        "stalled_share": run.stalled_s / run.total_s,
+    }
 
 
 def about(trace: Trace) -> dict[str, int]:
@@ -153,11 +181,11 @@ def about(trace: Trace) -> dict[str, int]:
     }
 
 
-def measure_apart(name: str, words: Sequence[str], plot: Path | None) -> dict[str, Any]:
+def measure_apart(name: str, words: Sequence[str], plot: Path | None, keep: Path | None) -> dict[str, Any]:
     """`measure` in a process of its own, so that no trace profits from another's remembered plans."""
     command = [sys.executable, __file__, "--one", name, "--policies", ",".join(words)]
-    if plot is not None:
-        command += ["--plot", str(plot)]
+    command += [] if plot is None else ["--plot", str(plot)]
+    command += [] if keep is None else ["--keep", str(keep)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -167,30 +195,34 @@ def measure_apart(name: str, words: Sequence[str], plot: Path | None) -> dict[st
 def main() -> None:
     """Run the traces that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--traces", default=",".join((*PARCAE, *SYNTHETIC, "grow")))
-    parser.add_argument("--policies", default=",".join((*POLICIES, *GAMMAS)))
+    parser.add_argument("--traces", default=",".join(TRACES))
+    parser.add_argument("--policies", default=",".join((*RUN, *GAMMAS)))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="traces at once")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--plot", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--keep", type=Path, help="read and write measured traces here, as JSON")
+    parser.add_argument("--keep", type=Path, help="what was measured, as JSON: it is read, and added to")
     arguments = parser.parse_args()
     words = arguments.policies.split(",")
     named = os.environ.get("NEREUS_DATA")
     folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    data = folder if folder.is_dir() else None
     if arguments.one:
-        print(json.dumps(measure(arguments.one, words, folder if folder.is_dir() else None, arguments.plot)))
+        kept = None if arguments.keep is None else arguments.keep / f"{arguments.one}.json"
+        print(json.dumps(measure(arguments.one, words, data, arguments.plot, kept)))
         return
     names = arguments.traces.split(",")
-    whole = names == [*PARCAE, *SYNTHETIC, "grow"]
-    results: dict[str, dict[str, Any]] = {}
-    for name in names:
-        kept = None if arguments.keep is None else arguments.keep / f"{name}.json"
-        if kept is not None and kept.exists():
-            results[name] = json.loads(kept.read_text())
-            continue
+    whole = names == [*TRACES]
+
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+
+    def measured(name: str) -> dict[str, Any]:
         plot = ROOT / "docs/images/replay.png" if whole and name == "spot" else None
-        results[name] = measure_apart(name, words, plot)
-        if kept is not None:
-            kept.write_text(json.dumps(results[name]))
+        return measure_apart(name, words, plot, arguments.keep)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {name: pool.submit(measured, name) for name in sorted(names, key="grow".__ne__)}
+        results = {name: running[name].result() for name in names}
     text = report({name: result for name, result in results.items() if result})
     if whole:
         (ROOT / "docs/results.md").write_text(text)
@@ -199,7 +231,7 @@ def main() -> None:
 
 def report(results: dict[str, dict[str, Any]]) -> str:
     """docs/results.md."""
-    absent = [name for name in (*PARCAE, *SYNTHETIC, "grow") if name not in results]
+    absent = [name for name in TRACES if name not in results]
     missing = (f"Not among these results: {', '.join(absent)}.\n",) if absent else ()
     parts = (heading(), *missing, table(results), against(results), sweep(results), costs(results))
     return "\n".join((*parts, ""))

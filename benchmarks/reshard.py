@@ -3,14 +3,16 @@
     OMP_NUM_THREADS=1 python -m benchmarks.reshard                 # the whole table
     OMP_NUM_THREADS=1 python -m benchmarks.reshard --cases Merge --methods ours,floor --repeats 5
 
-All processes run on this machine over gloo on the loopback, one thread each; the state is one model's 220 MB
-(bf16 weights, fp32 master, two moments). Each method moves the same numbers and its result is compared bit
-for bit with shards built directly, except the two floors, which move bytes without meaning. New storage is
-allocated and touched before the clock starts. Wall is the median over repeats from barrier to barrier, best
-is the least; CPU is the least sum over processes. Ratios are of best walls, since other work on the machine
-only adds to them. Bytes are those that cross between processes (checkpoints: written plus read); the bound
-is what no method can go below with the best placement. Peak is the largest growth of any process's resident
-memory during the move. Peers that are not installed are reported as such.
+All processes run on this machine, one thread each; the state is one model's 220 MB (bf16 weights, fp32
+master, two moments). Ours reads the peers' memory; `ours over gloo` is the same executor where that is not
+permitted, and all other methods use gloo on the loopback or files. Each method moves the same numbers and its
+result is compared bit for bit with shards built directly, except the floors, which move bytes without meaning.
+Ours and the floors take turns, repeat by repeat. New storage is allocated and touched before the clock starts.
+Wall is the median over repeats from barrier to barrier, best is the least; CPU is the least sum over processes.
+Ratios are of best walls, since other work on the machine only adds to them. Bytes are those that cross between
+processes (checkpoints: written plus read); the bound is what no method can go below with the best placement.
+Peak is the largest growth of any process's resident memory during the move. Peers that are not installed are
+reported as such.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -45,9 +47,12 @@ from benchmarks.reshard_methods import (
     gather_scatter,
     memcpy_floor,
     ours,
+    ours_over_gloo,
+    read_floor,
     transport_floor,
 )
 from benchmarks.reshard_table import Row, show, verdict
+from nereus.emu.arena import ShardState
 from nereus.emu.executor import Executor
 from nereus.emu.reshard import ReshardPlan
 from nereus.emu.store import Store, StoreAddress
@@ -72,7 +77,9 @@ class Method:
 METHODS = (
     Method("ours", "ours", ours),
     Method("floor-memcpy", "memcpy floor", memcpy_floor, exact=False),
-    Method("floor-transport", "transport floor", transport_floor, exact=False),
+    Method("floor-read", "read floor", read_floor, exact=False),
+    Method("floor-gloo", "gloo floor", transport_floor, exact=False),
+    Method("gloo", "ours over gloo", ours_over_gloo),
     Method("allgather", "AllGather + slice", allgather_slice),
     Method("gather", "gather + scatter", gather_scatter),
     Method("dcp-shm", "torch DCP, /dev/shm", partial(reshard_dcp.through, SHM), heavy=True),
@@ -92,6 +99,9 @@ METHODS = (
         peer="megatron",
     ),
 )
+
+
+TOGETHER = ("ours", "floor-memcpy", "floor-read", "floor-gloo")
 
 
 def main() -> None:
@@ -136,6 +146,13 @@ def chosen(only: str) -> list[Method]:
     return [method for method in METHODS if method.key.startswith(wanted)]
 
 
+def taking_turns(methods: list[Method]) -> list[list[Method]]:
+    """Ours and the floors in one group, whose members alternate; every other method by itself."""
+    first = [method for method in methods if method.key in TOGETHER]
+    rest = [[method] for method in methods if method.key not in TOGETHER]
+    return [first, *rest] if first else rest
+
+
 def run(cases: Sequence[Case], processes: int, repeats: int, only: str) -> list[Row]:
     """All cases of one number of processes, in one set of processes."""
     store = Store()
@@ -163,21 +180,26 @@ def _work(
     torch.set_num_threads(1)
     reshard_megatron.shim()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
-    executor = Executor(CollectiveTransport.connect(address, worker=rank), torch.device("cpu"))
+    executors = [
+        Executor(CollectiveTransport.connect(address, worker=rank, reads=reads), torch.device("cpu"))
+        for reads in (True, False)
+    ]
     rows: list[Row] = []
     for index, case in enumerate(case for case in CASES if case.name in names):
         bound = plan_of(case).lower_bound
-        for number, method in enumerate(chosen(only)):
-            if method.peer == "megatron" and not reshard_megatron.INSTALLED:
-                rows.append(_absent(case, method, "megatron-core is not installed"))
+        for number, methods in enumerate(taking_turns(chosen(only))):
+            if methods[0].peer == "megatron" and not reshard_megatron.INSTALLED:
+                rows.append(_absent(case, methods[0], "megatron-core is not installed"))
                 continue
-            plan = plan_of(case, contiguous=method.contiguous)
-            setup = _setup(case, rank, plan, executor, 1000 * index + number)
-            row = measure(method, setup, bound, 1 if method.heavy else repeats)
-            rows.append(row)
+            plan = plan_of(case, contiguous=methods[0].contiguous)
+            setup = _setup(case, rank, plan, executors, 1000 * index + number)
+            found = measure(methods, setup, bound, 1 if methods[0].heavy else repeats)
+            rows += found
             if rank == 0:
-                print(f"# {row.case}: {row.title} {row.wall_s or 0:.3f} s {row.remark}", flush=True)
-            executor.transport.close(setup.epoch)
+                for row in found:
+                    print(f"# {row.case}: {row.title} {row.best_s or 0:.3f} s {row.remark}", flush=True)
+            for executor in executors:
+                executor.transport.close(setup.epoch)
             reshard_dcp.remove(SHM, setup)
             reshard_dcp.remove(DISK, setup)
     if rank == 0:
@@ -186,7 +208,7 @@ def _work(
     dist.destroy_process_group()
 
 
-def _setup(case: Case, rank: int, plan: ReshardPlan, executor: Executor, epoch: int) -> Setup:
+def _setup(case: Case, rank: int, plan: ReshardPlan, executors: list[Executor], epoch: int) -> Setup:
     """A rank that is in no unit takes part with nothing."""
     return Setup(
         case=case,
@@ -194,51 +216,73 @@ def _setup(case: Case, rank: int, plan: ReshardPlan, executor: Executor, epoch: 
         plan=plan,
         mine=plan.rank_plan(rank),
         old=direct(plan.old_unit(rank), rank),
-        executor=executor,
+        executor=executors[0],
+        over_gloo=executors[1],
         epoch=epoch,
         folder=f"{os.getppid()}-{epoch}",
     )
 
 
-def measure(method: Method, setup: Setup, bound: int, repeats: int) -> Row:
-    """Move `repeats` times by the clock after one move to warm up; a heavy method is timed from the first."""
-    move = method.make(setup)
+def measure(methods: Sequence[Method], setup: Setup, bound: int, repeats: int) -> list[Row]:
+    """Let the methods take turns, `repeats` by the clock after one to warm up; a heavy one gets no warm-up."""
     kept = setup.mine.old == setup.mine.new
     new = None if kept else empty(setup.mine.new, setup.rank)
-    walls: list[float] = []
-    cpus: list[float] = []
-    peaks: list[float] = []
-    received, compared = 0, False
-    for repeat in range(method.heavy, repeats + 1):
+    runs = [Timed(method, setup, method.make(setup), bound) for method in methods]
+    for repeat in range(methods[0].heavy, repeats + 1):
+        for one in runs:
+            one.run(new, counts=repeat > 0)
+    return [one.row() for one in runs]
+
+
+@dataclass(eq=False)
+class Timed:
+    """One method on one case, and what was measured of it so far."""
+
+    method: Method
+    setup: Setup
+    move: Move
+    bound: int
+    walls: list[float] = field(default_factory=list)
+    cpus: list[float] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+    received: int = 0
+    compared: bool = False
+
+    def run(self, new: ShardState | None, *, counts: bool) -> None:
+        """Move once from barrier to barrier; the first result is compared."""
         gc.collect()
         before = reset_peak()
         dist.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
-        received = move(new)
+        self.received = self.move(new)
         cpu = time.process_time() - cpu
         dist.barrier()
         wall = time.perf_counter() - wall
-        if not compared and method.exact:
-            compared = True
-            same = kept or equal(new, direct(setup.mine.new, setup.rank))
-            assert same, f"{setup.case.name}: {method.title}: rank {setup.rank} differs"
-        peaks.append(largest(peak_growth(before)))
-        if repeat > 0:
-            walls.append(wall)
-            cpus.append(total(cpu))
-    crossed = total(float(received))
-    return Row(
-        case=setup.case.name,
-        processes=setup.case.processes,
-        method=method.key,
-        title=method.title,
-        megabytes=crossed / 1e6,
-        bytes_over_bound=over(crossed, bound) if method.exact else None,
-        wall_s=median(walls),
-        best_s=min(walls),
-        cpu_s=min(cpus),
-        peak_mb=max(peaks) / 1e6,
-    )
+        self.peaks.append(largest(peak_growth(before)))
+        if counts:
+            self.walls.append(wall)
+            self.cpus.append(total(cpu))
+        if self.method.exact and not self.compared:
+            self.compared = True
+            kept = self.setup.mine.old == self.setup.mine.new
+            same = kept or equal(new, direct(self.setup.mine.new, self.setup.rank))
+            assert same, f"{self.setup.case.name}: {self.method.title}: rank {self.setup.rank} differs"
+
+    def row(self) -> Row:
+        """The row of the table."""
+        crossed = total(float(self.received))
+        return Row(
+            case=self.setup.case.name,
+            processes=self.setup.case.processes,
+            method=self.method.key,
+            title=self.method.title,
+            megabytes=crossed / 1e6,
+            bytes_over_bound=over(crossed, self.bound) if self.method.exact else None,
+            wall_s=median(self.walls),
+            best_s=min(self.walls),
+            cpu_s=min(self.cpus),
+            peak_mb=max(self.peaks) / 1e6,
+        )
 
 
 def over(crossed: float, bound: int) -> float:

@@ -6,11 +6,13 @@ received over the wire.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,7 @@ from nereus.emu.layout import Piece, Shard, shard
 from nereus.emu.rank_plan import LocalCopy, RankPlan
 from nereus.emu.reshard import ReshardPlan
 from nereus.emu.tensor import Box, box_size, intersect
+from nereus.emu.transport import process_memory
 from nereus.emu.transport.protocol import Deadline
 from nereus.emu.unit import Unit
 
@@ -38,6 +41,7 @@ class Setup:
     mine: RankPlan
     old: ShardState | None
     executor: Executor
+    over_gloo: Executor
     epoch: int
     folder: str
 
@@ -49,10 +53,18 @@ class Setup:
 
 def ours(setup: Setup) -> Move:
     """The executor over a channel that is open, as a weight sync or a prepared transition has it."""
+    return _run_by(setup.executor, setup)
 
+
+def ours_over_gloo(setup: Setup) -> Move:
+    """The same where no process may read another's memory."""
+    return _run_by(setup.over_gloo, setup)
+
+
+def _run_by(executor: Executor, setup: Setup) -> Move:
     def move(new: ShardState | None) -> int:
         kept = setup.mine.old == setup.mine.new
-        setup.executor.run(
+        executor.run(
             setup.mine,
             setup.old,
             setup.old if kept else new,
@@ -77,27 +89,74 @@ def memcpy_floor(setup: Setup) -> Move:
     return move
 
 
-def transport_floor(setup: Setup) -> Move:
+@dataclass(frozen=True)
+class Raw:
     """The plan's bytes between each pair as one raw buffer, and its local bytes as one flat copy."""
-    received: dict[int, int] = defaultdict(int)
-    sent: dict[int, int] = defaultdict(int)
-    for turn in setup.mine.rounds:
-        for message in turn.receives:
-            received[message.peer] += message.num_bytes
-        for message in turn.sends:
-            sent[message.peer] += message.num_bytes
-    into = {peer: torch.ones(size, dtype=torch.uint8) for peer, size in received.items()}
-    out = {peer: torch.ones(size, dtype=torch.uint8) for peer, size in sent.items()}
-    local = sum(copied_bytes(copy) for copy in setup.mine.copies)
-    here, there = torch.ones(local, dtype=torch.uint8), torch.ones(local, dtype=torch.uint8)
+
+    into: dict[int, Tensor]
+    out: dict[int, Tensor]
+    here: Tensor
+    there: Tensor
+
+    @classmethod
+    def of(cls, setup: Setup) -> Raw:
+        """Touched buffers of this rank's sizes."""
+        received: dict[int, int] = defaultdict(int)
+        sent: dict[int, int] = defaultdict(int)
+        for turn in setup.mine.rounds:
+            for message in turn.receives:
+                received[message.peer] += message.num_bytes
+            for message in turn.sends:
+                sent[message.peer] += message.num_bytes
+        local = sum(copied_bytes(copy) for copy in setup.mine.copies)
+        return cls(
+            into={peer: touched(size) for peer, size in received.items()},
+            out={peer: touched(size) for peer, size in sent.items()},
+            here=touched(local),
+            there=touched(local),
+        )
+
+
+def touched(size: int) -> Tensor:
+    """A buffer whose pages are in memory."""
+    return torch.ones(size, dtype=torch.uint8)
+
+
+def read_floor(setup: Setup) -> Move:
+    """The same raw bytes read out of each peer's memory, at addresses that are known before."""
+    raw = Raw.of(setup)
+    mine = (os.getpid(), {peer: buffer.data_ptr() for peer, buffer in raw.out.items()})
+    told: list[tuple[int, dict[int, int]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+
+    def run_of(address: int, size: int) -> process_memory.Runs:
+        return np.array([address]), np.array([size])
 
     def move(new: ShardState | None) -> int:
-        works = [dist.irecv(buffer, peer) for peer, buffer in into.items()]
-        works += [dist.isend(buffer, peer) for peer, buffer in out.items()]
-        there.copy_(here)
+        for peer, buffer in raw.into.items():
+            pid, addresses = told[peer]
+            into, out = (
+                run_of(buffer.data_ptr(), buffer.numel()),
+                run_of(addresses[setup.rank], buffer.numel()),
+            )
+            process_memory.read(pid, into, out, check=lambda: None)
+        raw.there.copy_(raw.here)
+        return sum(buffer.numel() for buffer in raw.into.values())
+
+    return move
+
+
+def transport_floor(setup: Setup) -> Move:
+    """The same raw bytes as one gloo message a pair."""
+    raw = Raw.of(setup)
+
+    def move(new: ShardState | None) -> int:
+        works = [dist.irecv(buffer, peer) for peer, buffer in raw.into.items()]
+        works += [dist.isend(buffer, peer) for peer, buffer in raw.out.items()]
+        raw.there.copy_(raw.here)
         for work in works:
             work.wait()
-        return sum(received.values())
+        return sum(buffer.numel() for buffer in raw.into.values())
 
     return move
 

@@ -25,9 +25,10 @@ from torch import Tensor
 from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState
 from nereus.emu.kinds import KindMove
 from nereus.emu.layout import Rank
-from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Transfer
+from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Shared, Transfer
 from nereus.emu.staging import StagingPool
 from nereus.emu.transport.protocol import (
+    Broadcast,
     Channel,
     Deadline,
     Fetch,
@@ -84,7 +85,7 @@ class Executor:
         start = time.monotonic()
         channel = self.open(plan, epoch=epoch, deadline=deadline)
         opened = time.monotonic()
-        run = _Run(channel, self.pool, old, new, deadline)
+        run = _Run(plan.rank, channel, self.pool, old, new, deadline)
         try:
             for chunk in plan.chunks:
                 run.chunk(chunk, bounded=plan.mode == "bounded")
@@ -106,7 +107,9 @@ class Executor:
         """Connect to the ranks of the plan before the move; None where this rank only has local work."""
         if plan.rank not in plan.ranks:
             return None
-        return self.transport.open(plan.ranks, epoch=epoch, digest=plan.digest, deadline=deadline)
+        return self.transport.open(
+            plan.ranks, epoch=epoch, digest=plan.digest, deadline=deadline, groups=plan.groups
+        )
 
 
 Pairs = list[tuple[Tensor, Tensor]]  # a view of live storage, and its slot in a staging buffer
@@ -123,6 +126,7 @@ class _Landing:
 
 @dataclass(eq=False)
 class _Run:
+    rank: Rank
     channel: Channel | None
     pool: StagingPool
     old: ShardState | None
@@ -188,8 +192,25 @@ class _Run:
                 buffer, staging, pairs = self._buffer(transfers, direct)
                 operations.append(Send(message.peer, buffer))
                 rest.append((staging, _packed(pairs)))
+        for shared in turn.shared:
+            self._share(shared, operations, rest)
         pending = channel.post(operations)
         return [_Landing(p, staging, unpack) for p, (staging, unpack) in zip(pending, rest, strict=True)]
+
+    def _share(
+        self, shared: Shared, operations: list[Operation], rest: list[tuple[Tensor | None, Pairs]]
+    ) -> None:
+        """Broadcast a message, or receive it."""
+        message, root = shared.message, shared.message.peer
+        sending = root == self.rank
+        if sending:
+            self.sent_bytes += message.num_bytes * (len(shared.ranks) - 1)
+        else:
+            self.received_bytes += message.num_bytes
+        for transfers, direct in _parts(message):
+            buffer, staging, pairs = self._buffer(transfers, direct)
+            operations.append(Broadcast(root, shared.ranks, buffer))
+            rest.append((staging, _packed(pairs) if sending else pairs))
 
     def _land(self, landings: Iterable[_Landing]) -> None:
         for landing in landings:

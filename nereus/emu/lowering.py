@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from nereus.emu.layout import Rank, Seat, Shard, shard
-from nereus.emu.rank_plan import Chunk, LocalCopy, Message, Mode, RankPlan, Round, Side, Transfer
+from nereus.emu.rank_plan import Chunk, LocalCopy, Message, Mode, RankPlan, Round, Shared, Side, Transfer
 from nereus.emu.regions import parts_of, region_of
 from nereus.emu.streams import Bucket, buckets, chunk_of, direct_allowed
 from nereus.emu.unit import Unit
@@ -58,23 +58,36 @@ def _turns(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[Round]]:
     """The rank's rounds by chunk. Messages of a round and peer are joined up to the bucket cap."""
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    shared: dict[tuple[int, int], list[Shared]] = defaultdict(list)
     for index in plan.streams.by_rank.get(rank, ()):
         stream = plan.streams.items[index]
         seats = _seats(plan, stream.path)
         at = stream.path.index(rank)
         for bucket in buckets(plan, stream, seats, mode):
             number = (bucket.chunk << _CHUNK_SHIFT) + (stream.wave << _WAVE_SHIFT) + bucket.turn
+            if stream.shared:
+                message = _message(plan, bucket, stream.path[0], seats, me=at)
+                members = tuple(sorted(stream.path))
+                shared[bucket.chunk, number].append(Shared(ranks=members, message=message))
+                continue
             if at > 0:
-                message = _message(plan, bucket, stream.path, seats, hop=at - 1, sending=False)
+                peer = stream.path[at - 1]
+                message = _message(plan, bucket, peer, seats[at - 1 : at + 1], me=1, relayed=at > 1)
                 _join(plan, receives[bucket.chunk, number + at - 1], message)
             if at < len(stream.path) - 1:
-                message = _message(plan, bucket, stream.path, seats, hop=at, sending=True)
+                peer = stream.path[at + 1]
+                message = _message(plan, bucket, peer, seats[at : at + 2], me=0, relayed=at > 0)
                 _join(plan, sends[bucket.chunk, number + at], message)
     out: dict[int, list[Round]] = defaultdict(list)
-    for chunk, number in sorted({*sends, *receives}):
+    for chunk, number in sorted({*sends, *receives, *shared}):
         key = chunk, number
         out[chunk].append(
-            Round(number=number, sends=tuple(sends.get(key, ())), receives=tuple(receives.get(key, ())))
+            Round(
+                number=number,
+                sends=tuple(sends.get(key, ())),
+                receives=tuple(receives.get(key, ())),
+                shared=tuple(shared.get(key, ())),
+            )
         )
     return out
 
@@ -100,29 +113,28 @@ def _widest_first(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
 def _message(
     plan: ReshardPlan,
     bucket: Bucket,
-    path: tuple[Rank, ...],
+    peer: Rank,
     seats: tuple[Seat, ...],
     *,
-    hop: int,
-    sending: bool,
+    me: int,
+    relayed: bool = False,
 ) -> Message:
-    """The message of one hop as its sender or its receiver sees it.
+    """The message from `seats[0]` to the others as `seats[me]` sees it; `relayed` if the first received it.
 
     A transfer is direct when it is large and at least one end can use its live storage for it; then the
-    other end stages that one region, which still saves one of the two copies of packing.
+    other ends stage that one region, which still saves one of the copies of packing.
     """
-    source_side: Side = "old" if hop == 0 else "new"
+    source_side: Side = "new" if relayed else "old"
     direct: list[Transfer] = []
     packed: list[Transfer] = []
     for part in bucket.parts:
-        source = region_of(plan.partition, part, seats[hop], source_side)
-        target = region_of(plan.partition, part, seats[hop + 1], "new")
+        regions = [region_of(plan.partition, part, seats[0], source_side)]
+        regions += [region_of(plan.partition, part, seat, "new") for seat in seats[1:]]
         for move in plan.moves:
-            ends = Transfer(region=source, move=move), Transfer(region=target, move=move)
+            ends = [Transfer(region=region, move=move) for region in regions]
             large = ends[0].num_bytes >= plan.limits.direct_bytes and direct_allowed(plan)
-            live = ends[0].zero_copy or ends[1].zero_copy
-            (direct if large and live else packed).append(ends[0] if sending else ends[1])
-    peer = path[hop + 1] if sending else path[hop]
+            live = any(end.zero_copy for end in ends)
+            (direct if large and live else packed).append(ends[me])
     return Message(peer=peer, direct=tuple(direct), packed=_widest_first(packed))
 
 

@@ -3,7 +3,8 @@
 ```
 RankPlan ── chunks ──▶ Chunk ── copies   (old storage -> new storage on this rank)
                             └── rounds ─▶ Round ── sends    ─▶ Message(peer): direct + packed transfers
-                                               └── receives ─▶ Message(peer): the same, in the same order
+                                               ├── receives ─▶ Message(peer): the same, in the same order
+                                               └── shared   ─▶ Message(root) among several ranks
 ```
 In `shadow` mode there is one chunk. In `bounded` mode there is one chunk a place (first, layer 0, ..., last):
 the executor allocates `Chunk.allocates`, runs the chunk, then frees `Chunk.frees`.
@@ -17,6 +18,8 @@ What both ends may rely on:
 - The n-th `direct` transfer of a message and the order of `packed` are equal at both ends. Each direct
   transfer is one operation; all packed transfers of a message are one operation on one buffer, widest wire
   dtype first, so that every part of it is aligned.
+- A broadcast is one message to several peers; an all-gather is a broadcast of each of its ranks, all in one
+  group call. Its parts are direct or packed alike at all ends.
 - At most `operation_cap` operations a rank and round, sends and receives together.
 - The destination starts as zeros: rows that no region covers are padding and must hold zeros.
 """
@@ -114,22 +117,36 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """A message that `message.peer`, the root, broadcasts among `ranks` (ascending), itself one of them."""
+
+    ranks: tuple[Rank, ...]
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One group call: all its sends and receives are in flight together."""
+    """One group call: all its sends, receives and broadcasts are in flight together."""
 
     number: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
+    shared: tuple[Shared, ...] = ()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All that this rank sends, receives or broadcasts."""
+        return (*self.sends, *self.receives, *(shared.message for shared in self.shared))
 
     @property
     def num_operations(self) -> int:
-        """Point-to-point operations of the group call."""
-        return sum(message.num_operations for message in (*self.sends, *self.receives))
+        """Operations of the group call."""
+        return sum(message.num_operations for message in self.messages)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging that the group call holds."""
-        return sum(message.staging_bytes for message in (*self.sends, *self.receives))
+        return sum(message.staging_bytes for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +200,31 @@ class RankPlan:
         return tuple(copy for chunk in self.chunks for copy in chunk.copies)
 
     @property
+    def groups(self) -> tuple[tuple[Rank, ...], ...]:
+        """The sets of ranks in which this one broadcasts or is broadcast to."""
+        return tuple(sorted({shared.ranks for turn in self.rounds for shared in turn.shared}))
+
+    @property
     def sent_bytes(self) -> int:
-        """Bytes this rank sends, relays included."""
-        return sum(message.num_bytes for turn in self.rounds for message in turn.sends)
+        """Bytes this rank sends, relays included; a broadcast counts once for each that it reaches."""
+        sent = sum(message.num_bytes for turn in self.rounds for message in turn.sends)
+        return sent + sum(
+            shared.message.num_bytes * (len(shared.ranks) - 1)
+            for turn in self.rounds
+            for shared in turn.shared
+            if shared.message.peer == self.rank
+        )
 
     @property
     def received_bytes(self) -> int:
         """Bytes this rank receives."""
-        return sum(message.num_bytes for turn in self.rounds for message in turn.receives)
+        received = sum(message.num_bytes for turn in self.rounds for message in turn.receives)
+        return received + sum(
+            shared.message.num_bytes
+            for turn in self.rounds
+            for shared in turn.shared
+            if shared.message.peer != self.rank
+        )
 
     @property
     def staging_bytes(self) -> int:

@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from nereus.emu.tensor import ModelSpec
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit
 
+Collectives = Literal["never", "pays", "always"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -42,13 +45,15 @@ class Limits:
     `bucket_bytes` caps a message, `operation_cap` the point-to-point operations of one group call (NCCL may
     hang on very many). Regions of at least `direct_bytes` travel without packing. Bundles of at least
     `relay_bytes` are relayed when demanded more often than held; smaller ones would wait longer than they
-    gain.
+    gain. `collectives` says whether messages of one holder to several ranks are run as broadcasts: never,
+    where that pays, or always.
     """
 
     bucket_bytes: int = 64 << 20
     operation_cap: int = 256
     direct_bytes: int = 128 << 10
     relay_bytes: int = 8 << 20
+    collectives: Collectives = "never"
 
 
 @dataclass(frozen=True, kw_only=True)

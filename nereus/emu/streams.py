@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nereus.emu.layout import Rank, Seat
+from nereus.emu.multicast import shared_routes
 from nereus.emu.partition import cell_rows
 from nereus.emu.rank_plan import Mode
 from nereus.emu.regions import Part, parts_of, rows_of
@@ -31,12 +32,21 @@ MIN_RELAY_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Routes of one path, the wave they travel in, and the bytes of a bucket."""
+    """Routes of one path, the wave they travel in, and the bytes of a bucket.
+
+    With `shared` each bucket is broadcast by the first of the path to all others in one turn.
+    """
 
     path: tuple[Rank, ...]
     routes: tuple[Route, ...]
     wave: int
     bucket_bytes: int
+    shared: bool = False
+
+    @property
+    def num_relays(self) -> int:
+        """Hops that a bucket waits for the one before."""
+        return 0 if self.shared else len(self.path) - 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +66,14 @@ class Streams:
 
 def make_streams(plan: ReshardPlan) -> Streams:
     """Group the routes by path and share out the operation cap."""
-    by_path: dict[tuple[Rank, ...], list[Route]] = defaultdict(list)
-    for route in plan.routes:
-        by_path[route.path].append(route)
+    by_path: dict[tuple[tuple[Rank, ...], bool], list[Route]] = defaultdict(list)
+    for route, shared in shared_routes(plan):
+        by_path[route.path, shared].append(route)
     cap = plan.limits.operation_cap
     used: list[Counter[Rank]] = []
     items: list[Stream] = []
-    for path, routes in sorted(by_path.items()):
-        ends = Counter(rank for hop in pairwise(path) for rank in hop)
+    for (path, shared), routes in sorted(by_path.items()):
+        ends = Counter(path) if shared else Counter(rank for hop in pairwise(path) for rank in hop)
         fits = (all(taken[r] + n <= cap for r, n in ends.items()) for taken in used)
         wave = next((number for number, fit in enumerate(fits) if fit), len(used))
         if wave == len(used):
@@ -71,7 +81,13 @@ def make_streams(plan: ReshardPlan) -> Streams:
         used[wave].update(ends)
         size = sum(route.num_elements for route in routes) * plan.wire_bytes_per_element
         items.append(
-            Stream(path=path, routes=tuple(routes), wave=wave, bucket_bytes=_bucket_bytes(plan, path, size))
+            Stream(
+                path=path,
+                routes=tuple(routes),
+                wave=wave,
+                bucket_bytes=plan.limits.bucket_bytes if shared else _bucket_bytes(plan, path, size),
+                shared=shared,
+            )
         )
     busiest = max((n for taken in used for n in taken.values()), default=1)
     mine: dict[Rank, list[int]] = defaultdict(list)
@@ -83,7 +99,7 @@ def make_streams(plan: ReshardPlan) -> Streams:
         by_rank={rank: tuple(indices) for rank, indices in mine.items()},
         message_operations=cap // busiest,
         num_rounds=_num_rounds(plan, items, len(used)),
-        fill_bytes=max((s.bucket_bytes * (len(s.path) - 2) for s in items), default=0),
+        fill_bytes=max((s.bucket_bytes * s.num_relays for s in items), default=0),
     )
 
 
@@ -99,7 +115,7 @@ def _num_rounds(plan: ReshardPlan, items: list[Stream], num_waves: int) -> int:
     longest = [0] * num_waves
     for stream in items:
         size = sum(route.num_elements for route in stream.routes) * plan.wire_bytes_per_element
-        turns = -(-size // stream.bucket_bytes) + len(stream.path) - 2
+        turns = -(-size // stream.bucket_bytes) + stream.num_relays
         longest[stream.wave] = max(longest[stream.wave], turns)
     return sum(longest)
 

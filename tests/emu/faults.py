@@ -24,7 +24,7 @@ from nereus.emu.store import Store, StoreAddress, connect
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transaction import Order, Participant, Phase
 from nereus.emu.transport.collective import CollectiveTransport
-from nereus.emu.transport.protocol import Channel, Deadline, Operation, Pending, Transport
+from nereus.emu.transport.protocol import Channel, Deadline, Groups, Operation, Pending, Transport
 from nereus.emu.unit import Unit
 from nereus.errors import TransportError
 from tests.emu.states import differences, direct_state, empty_state
@@ -77,9 +77,17 @@ class FaultyTransport:
     inner: Transport
     trap: Trap
 
-    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+    def open(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        epoch: int,
+        digest: str,
+        deadline: Deadline,
+        groups: Groups = (),
+    ) -> Channel:
         self.trap("opening")
-        channel = self.inner.open(ranks, epoch=epoch, digest=digest, deadline=deadline)
+        channel = self.inner.open(ranks, epoch=epoch, digest=digest, deadline=deadline, groups=groups)
         self.trap("opened")
         return FaultyChannel(channel, self.trap)
 

@@ -150,6 +150,7 @@ def walk(workers: Workers, store: Store, seed: int, num_hops: int) -> None:
                 None,
                 Limits(bucket_bytes=4096, direct_bytes=256, operation_cap=8),
                 Limits(bucket_bytes=1 << 16, direct_bytes=1, relay_bytes=1024),
+                Limits(bucket_bytes=1 << 14, direct_bytes=512, relay_bytes=1024, collectives="always"),
             ]
         )
         placement = rng.choice(["max_overlap", "as_given"])
@@ -218,6 +219,41 @@ def test_extend_then_destroy_leaves_the_old_replica_in_its_storage(workers: Work
     reports = move(workers, store, destroy)
     assert destroy.bytes == 0
     assert workers.run(pointers, workers=(0, 1)) == before
+
+
+def num_shared(plan: ReshardPlan) -> int:
+    """Broadcasts that ranks take part in."""
+    return sum(
+        len(turn.shared)
+        for rank in plan.ranks
+        for chunk in plan.rank_plan(rank).chunks
+        for turn in chunk.rounds
+    )
+
+
+@pytest.mark.parametrize("mode", ["shadow", "bounded"])
+def test_an_extend_by_several_replicas_runs_as_broadcasts(workers: Workers, store: Store, mode: Mode) -> None:
+    limits = Limits(bucket_bytes=1 << 14, direct_bytes=512, collectives="always")
+    old = (unit(MODEL, 0, 2, 1, (1, 0), BF16),)
+    new = (*old, unit(MODEL, 1, 2, 1, (2, 3), BF16), unit(MODEL, 2, 2, 1, (5, 4), BF16))
+    workers.run(begin, MODEL, old)
+    plan = plan_reshard(MODEL, old, new, limits=limits)
+    assert num_shared(plan) > 0
+    assert all(not turn.sends for rank in plan.ranks for turn in plan.rank_plan(rank).rounds)
+    move(workers, store, plan, mode)
+
+
+def test_a_split_into_single_ranks_runs_as_an_all_gather(workers: Workers, store: Store) -> None:
+    """Every rank gives its part to all others: one broadcast of each in every group call."""
+    limits = Limits(collectives="always")
+    old = (unit(MODEL, 0, 4, 1, (2, 0, 1, 3), BF16),)
+    new = tuple(unit(MODEL, 1 + rank, 1, 1, (rank,), BF16) for rank in range(4))
+    workers.run(begin, MODEL, old)
+    plan = plan_reshard(MODEL, old, new, limits=limits)
+    roots = {shared.message.peer for turn in plan.rank_plan(0).rounds for shared in turn.shared}
+    assert roots == {0, 1, 2, 3}
+    reports = move(workers, store, plan)
+    assert plan.bytes == plan.lower_bound == sum(report.sent_bytes for report in reports.values())
 
 
 def test_fused_gate_and_up_of_twelve_rows_round_trips_over_4_2_3_1(workers: Workers, store: Store) -> None:

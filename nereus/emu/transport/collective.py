@@ -28,8 +28,10 @@ from nereus.emu.layout import Rank
 from nereus.emu.store import StoreAddress, connect, decline, decliners, meet
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    Broadcast,
     Channel,
     Deadline,
+    Groups,
     Operation,
     Pending,
     Receive,
@@ -77,42 +79,36 @@ class CollectiveTransport:
         """Over a store that the driver owns. Raises TransportError when it does not answer."""
         return cls(connect(address, timeout_s=timeout_s), worker, device, reads)
 
-    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+    def open(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        epoch: int,
+        digest: str,
+        deadline: Deadline,
+        groups: Groups = (),
+    ) -> Channel:
         """See Transport."""
         key = (epoch, digest)
         if key in self._spent:
             raise spent(epoch, digest)
         if key not in self._open:
             try:
-                self._open[key] = self._connect(tuple(sorted(ranks)), epoch, digest, deadline)
+                self._open[key] = self._connect(tuple(sorted(ranks)), epoch, digest, deadline, groups)
             except TransportError:
                 self._spent.add(key)
                 raise
         return self._open[key]
 
-    def _connect(self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline) -> Channel:
-        prefix = _prefix(epoch, digest)
-        store = PrefixStore(prefix, self.store)
-        over = partial(self._over, epoch)
-        meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s, over=over)
-        left = timedelta(seconds=max(0.001, deadline.left_s))
-        rank = ranks.index(self.worker)
-        attempt = _Attempt(partial(_communicator, self.store, prefix, rank, len(ranks), left, self.device))
-        try:
-            why = attempt.wait(deadline, lambda: over() or _declined(store, ranks))
-        except RuntimeError as error:  # the store is gone
-            why = str(error).splitlines()[0]
-        if why:
-            raise TransportError(
-                explain(
-                    f"worker {self.worker} could not connect to {list(ranks)} for epoch {epoch}",
-                    values=why,
-                    rule=f"all must be connected within {deadline.allowed_s:.3g} s",
-                    remedy="abort the epoch and continue without the workers that died",
-                )
-            )
+    def _connect(
+        self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline, groups: Groups
+    ) -> Channel:
+        communicators: dict[tuple[Rank, ...], Any] = {}
+        # All members make their groups in one order, so that none waits for one that waits for it.
+        for members in (ranks, *sorted(set(groups) - {ranks})):
+            communicators[members] = self._communicator(ranks, members, epoch, digest, deadline)
         channel = _CollectiveChannel(
-            group=attempt.result, ranks=ranks, worker=self.worker, device=self.device
+            groups=communicators, ranks=ranks, worker=self.worker, device=self.device
         )
         if self.device.type == "cuda":
             return channel
@@ -121,6 +117,39 @@ class CollectiveTransport:
         except TransportError:
             channel.close(broken=True)
             raise
+
+    def _communicator(
+        self,
+        ranks: tuple[Rank, ...],
+        members: tuple[Rank, ...],
+        epoch: int,
+        digest: str,
+        deadline: Deadline,
+    ) -> Any:
+        """A communicator over some `members` of the channel's ranks; collective over them."""
+        prefix = _prefix(epoch, digest)
+        store = PrefixStore(prefix, self.store)
+        over = partial(self._over, epoch)
+        if members == ranks:
+            meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s, over=over)
+        left = timedelta(seconds=max(0.001, deadline.left_s))
+        place = prefix if members == ranks else f"{prefix}/{'-'.join(map(str, members))}"
+        rank = members.index(self.worker)
+        attempt = _Attempt(partial(_communicator, self.store, place, rank, len(members), left, self.device))
+        try:
+            why = attempt.wait(deadline, lambda: over() or _declined(store, ranks))
+        except RuntimeError as error:  # the store is gone
+            why = str(error).splitlines()[0]
+        if why:
+            raise TransportError(
+                explain(
+                    f"worker {self.worker} could not connect to {list(members)} for epoch {epoch}",
+                    values=why,
+                    rule=f"all must be connected within {deadline.allowed_s:.3g} s",
+                    remedy="abort the epoch and continue without the workers that died",
+                )
+            )
+        return attempt.result
 
     def decline(self, *, epoch: int, digest: str, reason: str) -> None:
         """See Transport."""
@@ -201,7 +230,7 @@ def _communicator(
 
 @dataclass(eq=False)
 class _CollectiveChannel:
-    group: Any
+    groups: dict[tuple[Rank, ...], Any]  # that of all `ranks`, and those that broadcast
     ranks: tuple[Rank, ...]
     worker: Rank
     device: torch.device
@@ -209,25 +238,42 @@ class _CollectiveChannel:
 
     def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
         assert len(operations) <= MAX_OPERATIONS, f"{len(operations)} operations in one group call"
-        together = self.device.type == "cuda" and len(operations) > 0
-        if together:
-            self.group._start_coalescing()
-        pending = [self.start(operation) for operation in operations]
-        if together:
-            joint = self.group._end_coalescing()
-            for work in pending:
+        if self.device.type != "cuda":
+            return [self.start(operation) for operation in operations]
+        started: dict[int, _Work] = {}
+        for members in sorted(self.groups, key=lambda members: (members != self.ranks, members)):
+            mine = [(i, one) for i, one in enumerate(operations) if self._group_of(one) == members]
+            if not mine:
+                continue
+            self.groups[members]._start_coalescing()
+            works = {index: self.start(operation) for index, operation in mine}
+            joint = self.groups[members]._end_coalescing()
+            for work in works.values():
                 work.work = joint
-            self._in_flight = pending
-        return pending
+            started |= works
+        self._in_flight = [started[index] for index in range(len(operations))]
+        return self._in_flight
+
+    def _group_of(self, operation: Operation) -> tuple[Rank, ...]:
+        return operation.ranks if isinstance(operation, Broadcast) else self.ranks
 
     def start(self, operation: Operation, tag: int = 0) -> _Work:
         """Begin one transfer; between two ranks those of one tag match in order."""
-        assert isinstance(operation, Send | Receive), "this channel lends nothing"
-        peer = self.ranks.index(operation.peer)
-        sending = isinstance(operation, Send)
-        call, action = (self.group.send, "send to") if sending else (self.group.recv, "receive from")
+        assert isinstance(operation, Send | Receive | Broadcast), "this channel lends nothing"
+        members = self._group_of(operation)
+        group, peer = self.groups[members], members.index(operation.peer)
+        action = "send to" if isinstance(operation, Send) else "receive from"
         try:
-            work = call([operation.buffer], peer, tag)
+            match operation:
+                case Send(buffer=buffer):
+                    work = group.send([buffer], peer, tag)
+                case Receive(buffer=buffer):
+                    work = group.recv([buffer], peer, tag)
+                case Broadcast(buffer=buffer):
+                    action = f"broadcast among {list(members)} from"
+                    options = dist.BroadcastOptions()
+                    options.rootRank, options.rootTensor = peer, 0
+                    work = group.broadcast([buffer], options)
         except RuntimeError as error:
             raise failed(action, operation.peer, self.worker, _reason(error)) from error
         return _Work(work, action, operation.peer, self.worker, self.device)
@@ -237,7 +283,7 @@ class _CollectiveChannel:
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in self.ranks]
         try:
-            work = self.group.allgather([found], [mine])
+            work = self.groups[self.ranks].allgather([found], [mine])
             work.wait(timedelta(seconds=max(0.001, deadline.left_s)))
         except RuntimeError as error:
             raise TransportError(
@@ -275,14 +321,13 @@ class _CollectiveChannel:
 
     def close(self, *, broken: bool = False) -> None:
         """See Channel."""
-        if self.group is None:
-            return
-        if broken:
-            self.group.abort()
-        elif self.device.type == "cuda":
-            self.group.shutdown()
-        self._in_flight.clear()
-        self.group = None  # the last reference: its sockets and threads end here
+        for group in self.groups.values():
+            if broken:
+                group.abort()
+            elif self.device.type == "cuda":
+                group.shutdown()
+        self._in_flight = []
+        self.groups.clear()  # the last references: sockets and threads end here
 
 
 @dataclass(eq=False, slots=True)

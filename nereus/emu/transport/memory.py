@@ -12,11 +12,14 @@ from torch import Tensor
 from nereus.emu.layout import Rank
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    Broadcast,
     Channel,
     Deadline,
+    Fetch,
+    Groups,
+    Offer,
     Operation,
     Pending,
-    Receive,
     Send,
     failed,
     late,
@@ -47,7 +50,15 @@ class MemoryTransport:
     _open: dict[Key, _MemoryChannel] = field(default_factory=dict)
     _spent: set[Key] = field(default_factory=set)
 
-    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+    def open(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        epoch: int,
+        digest: str,
+        deadline: Deadline,
+        groups: Groups = (),
+    ) -> Channel:
         """See Transport."""
         key = (epoch, digest)
         if key in self._spent:
@@ -100,15 +111,21 @@ class _MemoryChannel:
         return [self._start(operation) for operation in operations]
 
     def _start(self, operation: Operation) -> Pending:
+        assert not isinstance(operation, Offer | Fetch), "this channel lends nothing"
         hub, peer = self.hub, operation.peer
+        targets: tuple[Rank, ...] = ()
+        if isinstance(operation, Send):
+            targets = (peer,)
+        elif isinstance(operation, Broadcast) and peer == self.worker:
+            targets = tuple(rank for rank in operation.ranks if rank != self.worker)
         with hub.changed:
-            if isinstance(operation, Send):
-                if peer in hub.gone[self.key]:
-                    raise failed("send to", peer, self.worker, "it closed the channel")
-                hub.mail[self.key, self.worker, peer].append(operation.buffer.clone())
-                hub.changed.notify_all()
-                return _Done()
-        assert isinstance(operation, Receive), "this channel lends nothing"
+            for target in targets:
+                if target in hub.gone[self.key]:
+                    raise failed("send to", target, self.worker, "it closed the channel")
+                hub.mail[self.key, self.worker, target].append(operation.buffer.clone())
+            hub.changed.notify_all()
+        if targets:
+            return _Done()
         return _Awaited(channel=self, peer=peer, buffer=operation.buffer)
 
     def reads(self, peer: Rank) -> bool:

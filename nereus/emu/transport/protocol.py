@@ -23,6 +23,7 @@ from torch import Tensor
 from nereus.emu.layout import Rank
 from nereus.errors import TransportError, explain
 
+Groups = tuple[tuple[Rank, ...], ...]
 MAX_OPERATIONS = 256  # NCCL can hang when one group call holds more (pytorch#174288)
 
 
@@ -76,7 +77,21 @@ class Fetch:
     views: tuple[Tensor, ...]
 
 
-Operation = Send | Receive | Offer | Fetch
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast:
+    """Fill `buffer` (contiguous uint8) of all `ranks` (ascending) from that of `root`, one of them."""
+
+    root: Rank
+    ranks: tuple[Rank, ...]
+    buffer: Tensor
+
+    @property
+    def peer(self) -> Rank:
+        """Whom an error names."""
+        return self.root
+
+
+Operation = Send | Receive | Offer | Fetch | Broadcast
 
 
 class Pending(Protocol):
@@ -96,8 +111,8 @@ class Channel(Protocol):
     def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
         """Start all `operations` (at most MAX_OPERATIONS) as one group call; results in their order.
 
-        Between two ranks, sends match receives and offers match fetches in the order of posting. Raises
-        TransportError.
+        Between two ranks, sends match receives and offers match fetches in the order of posting; broadcasts
+        match among ranks that the channel was opened with as a group. Raises TransportError.
         """
         ...
 
@@ -125,9 +140,18 @@ class Channel(Protocol):
 class Transport(Protocol):
     """Makes channels for this rank."""
 
-    def open(self, ranks: Sequence[Rank], *, epoch: int, digest: str, deadline: Deadline) -> Channel:
+    def open(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        epoch: int,
+        digest: str,
+        deadline: Deadline,
+        groups: Groups = (),
+    ) -> Channel:
         """The channel over `ranks` for this epoch and plan; the same object while it is open.
 
+        `groups` are the sets of ranks, this one among them, that broadcast; ascending, and sets too.
         Collective over `ranks`. Raises TransportError when a rank is absent at the deadline, came with
         another plan, or the channel was closed before.
         """

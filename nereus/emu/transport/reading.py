@@ -30,6 +30,7 @@ from nereus.emu.transport import process_memory
 from nereus.emu.transport.process_memory import NO_CARD, WINDOW_NUMBERS, Card, Lease, ReadFailed
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    Broadcast,
     Deadline,
     Fetch,
     Offer,
@@ -47,7 +48,7 @@ WINDOWS, DONE = 1, 2  # tags; plain bytes travel under 0
 class ByteChannel(Protocol):
     """What a reading channel needs beneath."""
 
-    def start(self, operation: Send | Receive, tag: int = 0) -> Pending:
+    def start(self, operation: Send | Receive | Broadcast, tag: int = 0) -> Pending:
         """Begin one transfer; between two ranks those of one tag match in order."""
         ...
 

@@ -16,6 +16,7 @@ from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.memory import Hub, MemoryTransport
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    Broadcast,
     Channel,
     Deadline,
     Operation,
@@ -138,6 +139,56 @@ def test_buffers_arrive_in_the_order_of_posting(world: Memory | Gloo, epoch: int
 
 def test_a_whole_group_call_of_operations_arrives(world: Memory | Gloo, epoch: int) -> None:
     assert all(world.run(all_to_all, epoch, MAX_OPERATIONS // 4).values())
+
+
+GROUPS = ((0, 3), (0, 3, 4), (3, 4))
+
+
+def broadcasts(worker: int, transport: Transport, epoch: int) -> bool:
+    """Every set of ranks broadcasts from each of its members, all in one group call."""
+    deadline = Deadline.after(20)
+    mine = tuple(group for group in GROUPS if worker in group)
+    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=deadline, groups=mine)
+    operations = [
+        Broadcast(root, group, pattern(root, len(group), 5) * (root == worker))
+        for group in mine
+        for root in group
+    ]
+    for pending in channel.post(operations):
+        pending.wait(deadline)
+    channel.settle(deadline)
+    transport.close(epoch)
+    return all(bool((one.buffer == pattern(one.root, len(one.ranks), 5)).all()) for one in operations)
+
+
+def test_broadcasts_reach_their_groups(world: Memory | Gloo, epoch: int) -> None:
+    assert all(world.run(broadcasts, epoch).values())
+
+
+def departed_root(worker: int, transport: Transport, epoch: int) -> tuple[str, float]:
+    """Rank 4 closes its channel instead of broadcasting."""
+    deadline = Deadline.after(20)
+    mine = tuple(group for group in GROUPS if worker in group)
+    channel = transport.open(RANKS, epoch=epoch, digest="d", deadline=deadline, groups=mine)
+    greet(worker, channel)
+    start = time.monotonic()
+    try:
+        if worker != 4:
+            (pending,) = channel.post([Broadcast(4, RANKS, torch.zeros(8, dtype=torch.uint8))])
+            pending.wait(Deadline.after(20))
+    except TransportError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        transport.close(epoch, broken=True)
+    return "", 0.0
+
+
+def test_a_root_that_departed_is_named_at_once(world: Memory | Gloo, epoch: int) -> None:
+    answers = world.run(departed_root, epoch)
+    for worker in (0, 3):
+        message, late_s = answers[worker]
+        assert "worker 4" in message
+        assert late_s < 5
 
 
 def too_many(worker: int, transport: Transport, epoch: int) -> bool:
