@@ -62,9 +62,23 @@ def test_a_transition_moves_every_bit_and_training_goes_on(
     conformance.check_transition(trainers, subject, before, after)
 
 
-def test_recomputing_layers_changes_nothing(trainers: Trainers, tmp_path: Path) -> None:
-    subject = replace(Subject.made("megatron", QWEN3, tmp_path / "model"), recompute=True)
-    conformance.check_steps(trainers, subject, Cut(tp=2, pp=2))
+@pytest.mark.parametrize(
+    "options", [{"recompute": True}, {"zero1": True}], ids=["recomputed layers", "a shared optimizer"]
+)
+def test_saving_memory_changes_nothing(trainers: Trainers, tmp_path: Path, options: dict[str, bool]) -> None:
+    subject = Subject.made("megatron", QWEN3, tmp_path / "model", **options)
+    conformance.check_steps(trainers, subject, Cut(pp=2, dp=2))
+
+
+def test_a_reference_scores_without_an_optimizer(trainers: Trainers, tmp_path: Path) -> None:
+    subject = Subject.made("megatron", QWEN2, tmp_path / "model")
+    conformance.check_reference(trainers, subject, Cut(tp=2, pp=2))
+
+
+@pytest.mark.parametrize("cut", [Cut(tp=2), Cut(pp=2)], ids=str)
+def test_half_precision_follows_float32(trainers: Trainers, tmp_path: Path, cut: Cut) -> None:
+    subject = Subject.made("megatron", LLAMA, tmp_path / "model")
+    conformance.check_half_precision(trainers, subject, cut)
 
 
 def test_twenty_rebuilds_leave_nothing_behind(trainers: Trainers, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
+from nereus.emu.optimizer_slices import optimizer_stage
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import EngineName, FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
@@ -41,6 +42,7 @@ ADAM = AdamW(eps=1e-5, weight_decay=0.01, max_gradient_norm=0.5)
 LOSS = TokenLoss(temperature=0.8, entropy=0.01)
 LEARNING_RATE = 1e-2
 SCORES, GRADIENTS, WEIGHTS = 1e-3, 1e-4, 1e-4
+LIMIT_S = 240.0  # of one call: the first one in a process imports the engine, on a machine that may be busy
 KINDS = ("theta", "exp_avg", "exp_avg_sq")
 
 State = dict[str, dict[str, Tensor]]  # logical tensors by kind and name
@@ -60,8 +62,10 @@ def _of(rank: int) -> Worker:
 
 
 def held(rank: int, stage: str) -> dict[str, list[tuple[str, Box, Any]]]:
-    """The boxes that this worker holds of a model-stage, by kind."""
-    return {kind: boxes(arena) for kind, arena in _of(rank).participant.live[stage].arenas.items()}
+    """The boxes that this worker holds of a model-stage by kind, slices of a shared optimizer among them."""
+    live = _of(rank).participant.live
+    states = [live[name] for name in (stage, optimizer_stage(stage)) if name in live]
+    return {kind: boxes(arena) for state in states for kind, arena in state.arenas.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +95,16 @@ class Trainers:
 
     def __init__(self, workers: Workers, address: StoreAddress) -> None:
         self._workers, self._address, self._number, self._epoch = workers, address, 0, 0
-        workers.run(do, "connect", address, 60.0)
+        workers.run(do, "connect", address, LIMIT_S, timeout_s=LIMIT_S)
 
     def build(self, spec: StageSpec) -> None:
         """A new generation over the stage's ranks, and its shards."""
         self._number += 1
         ranks = sorted(spec.ranks)
-        self._workers.run(do, "join", self._address, self._number, ranks, 60.0, workers=ranks)
-        self._workers.run(do, "build", spec, workers=ranks)
+        self._workers.run(
+            do, "join", self._address, self._number, ranks, LIMIT_S, workers=ranks, timeout_s=LIMIT_S
+        )
+        self._workers.run(do, "build", spec, workers=ranks, timeout_s=LIMIT_S)
 
     def train(self, spec: StageSpec, batches: list[TrainBatch], loss: Loss = LOSS) -> list[TrainMetrics]:
         """One step a batch: rows go to the units, two micro-batches each. All ranks report the same."""
@@ -110,7 +116,7 @@ class Trainers:
                 micro = split(rows, [size // 2, size - size // 2])
                 for rank in unit.ranks:
                     self._workers.call(rank, do, "train_step", NAME, micro, loss, counts, LEARNING_RATE)
-            found = [self._workers.result(rank) for rank in spec.ranks]
+            found = [self._workers.result(rank, timeout_s=LIMIT_S) for rank in spec.ranks]
             assert len({(m.loss, m.gradient_norm, tuple(m.stats.items())) for m in found}) == 1
             out.append(found[0])
         return out
@@ -118,14 +124,16 @@ class Trainers:
     def score(self, spec: StageSpec, batch: TokenBatch, rows: int = 3) -> Scores:
         """Scores by the first unit at temperature 0.8."""
         unit = spec.units[0].ranks
-        found = self._workers.run(do, "score", NAME, batch, rows, 0.8, workers=unit)
+        found = self._workers.run(do, "score", NAME, batch, rows, 0.8, workers=unit, timeout_s=LIMIT_S)
         scores: Scores = found[unit[0]]
         return scores
 
     def rewards(self, spec: StageSpec, batch: TokenBatch) -> Tensor:
         """A reward model's judgements by the first unit."""
         unit = spec.units[0].ranks
-        rewards_b: Tensor = self._workers.run(do, "rewards", NAME, batch, 3, workers=unit)[unit[0]]
+        rewards_b: Tensor = self._workers.run(do, "rewards", NAME, batch, 3, workers=unit, timeout_s=LIMIT_S)[
+            unit[0]
+        ]
         return rewards_b
 
     def state(self, spec: StageSpec) -> State:
@@ -146,9 +154,9 @@ class Trainers:
         self._workers.run(do, "begin_transition", self._epoch, workers=plan.ranks)
         for rank in plan.ranks:
             order = Order(source=NAME, target=NAME, model=plan.model, plan=plan.rank_plan(rank))
-            self._workers.call(rank, do, "prepare_operation", order, 60.0)
+            self._workers.call(rank, do, "prepare_operation", order, LIMIT_S)
         for rank in plan.ranks:
-            self._workers.result(rank)
+            self._workers.result(rank, timeout_s=LIMIT_S)
         votes = self._workers.run(do, "vote", workers=plan.ranks)
         assert all(vote.yes for vote in votes.values()), votes
         decision = Decision(epoch=self._epoch, outcome=Outcome.COMMIT)
@@ -194,6 +202,7 @@ class Subject:
     config: DecoderConfig
     folder: Path
     recompute: bool = False
+    zero1: bool = False
     adam: AdamW = ADAM
 
     @classmethod
@@ -224,11 +233,13 @@ class Subject:
             engine=self.engine,
             optimizer=self.adam,
             recompute=self.recompute,
+            zero1=self.zero1,
         )
 
     def oracle(self) -> StageSpec:
         """The torch engine on one rank, of the same model."""
-        return replace(self, engine="torch", recompute=False).under(Cut())
+        exact = self.config.with_dtype("fp32")
+        return replace(self, engine="torch", config=exact, recompute=False, zero1=False).under(Cut())
 
 
 def batches(num: int) -> list[TrainBatch]:
@@ -253,6 +264,30 @@ def check_scores(trainers: Trainers, subject: Subject, cut: Cut) -> None:
                 torch.testing.assert_close(one, other, atol=SCORES, rtol=0)
     if rewards_b is not None:
         torch.testing.assert_close(trainers.rewards(spec, batch), rewards_b, atol=SCORES, rtol=0)
+
+
+def check_reference(trainers: Trainers, subject: Subject, cut: Cut) -> None:
+    """A model that only scores, without an optimizer, gives what one that trains gives."""
+    batch = make_batch(8).batch
+    spec = subject.under(cut)
+    trainers.build(spec)
+    expected = trainers.score(spec, batch)
+    frozen = replace(spec, role="inference", optimizer=None)
+    trainers.build(frozen)
+    found = trainers.score(frozen, batch)
+    assert found.logprobs_bt is not None
+    assert expected.logprobs_bt is not None
+    assert torch.equal(found.logprobs_bt, expected.logprobs_bt)
+
+
+def check_half_precision(trainers: Trainers, subject: Subject, cut: Cut) -> None:
+    """Gradients of bfloat16 weights are the float32 ones but for its 8 bits, summed over the layers."""
+    half = replace(subject, config=subject.config.with_dtype("bf16"), adam=AdamW(max_gradient_norm=None))
+    found, _ = _after(trainers, half.under(cut), 1)
+    expected, _ = _after(trainers, half.oracle(), 1)
+    for name, tensor in expected["exp_avg"].items():
+        error = float((found["exp_avg"][name] - tensor).abs().max())
+        assert error < 0.1 * float(tensor.abs().max()), f"{name} is off by {error:.2e}"
 
 
 def check_gradients(trainers: Trainers, subject: Subject, cut: Cut) -> None:

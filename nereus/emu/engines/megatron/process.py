@@ -70,6 +70,8 @@ class MegatronProcess:
     def entered(self, *, building: bool = False) -> Iterator[None]:
         """Megatron's code may run in the body. With `building`, parameters are made without memory."""
         with ExitStack() as stack:
+            if building:  # it warns of what is absent; `nereus doctor` tells
+                stack.enter_context(warnings.catch_warnings(action="ignore"))
             held = patch.multiple(
                 megatron_random,
                 _CUDA_RNG_STATE_TRACKER=_NoRandomness(),
