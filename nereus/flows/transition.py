@@ -84,17 +84,18 @@ def carry_out(job: Job, transition: Transition) -> Decision:
     """
     started = time.perf_counter()
     before, counts = job.stages, adam_steps(job)
-    attempt = Attempt(epoch=job.cluster.next_epoch())
+    attempt = Attempt(job, transition)
     picture = draw(job, transition, attempt.epoch)
     job.listener.on_message(f"before step {job.state.step}: {transition.text}")
     try:
-        operations = run_operations(job, transition, attempt)
-        votes = vote.submit(job, transition, attempt).result()
-        decision = decide.submit(job, transition, attempt, votes, counts).result()
+        with job.stage("move"):
+            operations = run_operations(attempt)
+        votes = vote.submit(attempt).result()
+        decision = decide.submit(attempt, votes, counts).result()
         try:
-            apply.submit(job, transition, decision).result()
+            apply.submit(attempt, decision).result()
             if decision.commits:
-                rebuild.submit(job).result()
+                rebuild.submit(attempt).result()
         finally:
             _back_off(job, transition, decision)
             seconds = time.perf_counter() - started
@@ -105,17 +106,16 @@ def carry_out(job: Job, transition: Transition) -> Decision:
     return decision
 
 
-def run_operations(job: Job, transition: Transition, attempt: Attempt) -> list[OperationRecord]:
+def run_operations(attempt: Attempt) -> list[OperationRecord]:
     """Every operation as a task run that waits for its predecessors, in the order of the schedule."""
-    with job.stage("move"):
-        begun = begin.submit(job, transition, attempt)
-        runs: dict[str, PrefectFuture[OperationRecord]] = {}
-        for operation in transition.operations:
-            earlier: list[PrefectFuture[Any]] = [runs[name] for name in operation.after]
-            runs[operation.id] = operate.submit(
-                job, attempt, operation, wait_for=earlier or [begun], return_state=False
-            )
-        return [run.result() for run in runs.values()]
+    begun = begin.submit(attempt)
+    runs: dict[str, PrefectFuture[OperationRecord]] = {}
+    for operation in attempt.transition.operations:
+        earlier: list[PrefectFuture[Any]] = [runs[name] for name in operation.after]
+        runs[operation.id] = operate.submit(
+            attempt, operation.id, operation.text, wait_for=earlier or [begun], return_state=False
+        )
+    return [run.result() for run in runs.values()]
 
 
 def _back_off(job: Job, transition: Transition, decision: Decision) -> None:

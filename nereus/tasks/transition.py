@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -35,14 +35,24 @@ from nereus.tasks.transition_plan import PlannedOperation, Transition
 DEADLINE_S = 600.0  # of one operation; a dead peer is noticed by its connection, much earlier
 
 
-@dataclass(eq=False)
 class Attempt:
-    """One try at a transition. The first operation that fails makes all others give up."""
+    """One try at a transition of a job. The first operation that fails makes all others give up.
 
-    epoch: int
-    failed: threading.Event = field(default_factory=threading.Event)
-    reason: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Not a dataclass: Prefect looks for futures in every field of one that is passed to a task, through all
+    plans, for 0.1 s of CPU an operation.
+    """
+
+    def __init__(self, job: Job, transition: Transition) -> None:
+        self.job, self.transition = job, transition
+        self.epoch = job.cluster.next_epoch()
+        self.failed = threading.Event()
+        self.reason = ""
+        self._operations = {operation.id: operation for operation in transition.operations}
+        self._lock = threading.Lock()
+
+    def operation(self, operation_id: str) -> PlannedOperation:
+        """The operation of that id."""
+        return self._operations[operation_id]
 
     def fail(self, reason: str) -> None:
         """Remember the first reason and wake whoever waits."""
@@ -52,29 +62,30 @@ class Attempt:
 
 
 @task(name="begin", task_run_name="begin", cache_policy=NO_CACHE)
-def begin(job: Job, transition: Transition, attempt: Attempt) -> None:
+def begin(attempt: Attempt) -> None:
     """Open the epoch on every worker that has a part."""
-    calls = dict.fromkeys(transition.movers, Call("begin_transition", (attempt.epoch,)))
+    calls = dict.fromkeys(attempt.transition.movers, Call("begin_transition", (attempt.epoch,)))
     try:
-        job.cluster.run(calls, what="begin")
+        attempt.job.cluster.run(calls, what="begin")
     except WorkerLost as error:
         attempt.fail(str(error))
 
 
-@task(name="operation", task_run_name="{operation.text}", cache_policy=NO_CACHE)
-def operate(job: Job, attempt: Attempt, operation: PlannedOperation) -> OperationRecord:
-    """Let the workers of one operation build their new shards beside the old ones.
+@task(name="operation", task_run_name="{text}", cache_policy=NO_CACHE)
+def operate(attempt: Attempt, operation_id: str, text: str) -> OperationRecord:
+    """Let the workers of one operation build their new shards beside the old ones. `text` names the task run.
 
     Sends nothing where another operation of its chain carries the bytes, or where the attempt has failed.
     """
+    operation = attempt.operation(operation_id)
     moved: Sequence[Moved] = ()
     if operation.orders and not attempt.failed.is_set():
-        moved = _prepared(job, attempt, operation)
+        moved = _prepared(attempt, operation)
     return OperationRecord(
         id=operation.id,
         kind=operation.kind,
         model_stage=operation.model_stage,
-        text=operation.text,
+        text=text,
         after=list(operation.after),
         gpus=list(operation.ranks),
         bytes=sum(part.sent_bytes for part in moved),
@@ -85,12 +96,13 @@ def operate(job: Job, attempt: Attempt, operation: PlannedOperation) -> Operatio
     )
 
 
-def _prepared(job: Job, attempt: Attempt, operation: PlannedOperation) -> Sequence[Moved]:
+def _prepared(attempt: Attempt, operation: PlannedOperation) -> Sequence[Moved]:
     """What the workers answered, as far as they did before the attempt failed."""
     calls = {rank: Call("prepare_operation", (order, DEADLINE_S)) for rank, order in operation.orders.items()}
-    pending = job.cluster.submit(calls)
+    cluster = attempt.job.cluster
+    pending = cluster.submit(calls)
     try:
-        answers = job.cluster.wait(pending, what="move", until=attempt.failed)
+        answers = cluster.wait(pending, what="move", until=attempt.failed)
     except WorkerLost as error:
         attempt.fail(str(error))
         return ()
@@ -101,7 +113,7 @@ def _prepared(job: Job, attempt: Attempt, operation: PlannedOperation) -> Sequen
 
 
 @task(name="vote", task_run_name="vote", cache_policy=NO_CACHE)
-def vote(job: Job, transition: Transition, attempt: Attempt) -> dict[Rank, Vote]:
+def vote(attempt: Attempt) -> dict[Rank, Vote]:
     """Ask every worker that has a part whether it holds all of its new shards.
 
     Nobody is asked after a failure. A worker that died has no vote, which counts as a no.
@@ -109,23 +121,18 @@ def vote(job: Job, transition: Transition, attempt: Attempt) -> dict[Rank, Vote]
     if attempt.failed.is_set():
         return {}
     try:
-        return job.cluster.run(dict.fromkeys(transition.movers, Call("vote")), what="vote")
+        return attempt.job.cluster.run(dict.fromkeys(attempt.transition.movers, Call("vote")), what="vote")
     except WorkerLost:
         return {}
 
 
 @task(name="decide", task_run_name="decide", cache_policy=NO_CACHE)
-def decide(
-    job: Job,
-    transition: Transition,
-    attempt: Attempt,
-    votes: Mapping[Rank, Vote],
-    counts: Mapping[str, int],
-) -> Decision:
+def decide(attempt: Attempt, votes: Mapping[Rank, Vote], counts: Mapping[str, int]) -> Decision:
     """Write the one decision; where it is commit, the job's model-stages are the new ones from here on.
 
     `counts` are Adam's, by model-stage. Asks no worker, so nobody's death comes between votes and decision.
     """
+    job, transition = attempt.job, attempt.transition
     coordinator = job.cluster.coordinator
     if attempt.failed.is_set():
         return coordinator.abort(attempt.epoch, attempt.reason)
@@ -145,15 +152,16 @@ def _moved(spec: StageSpec, transition: Transition, counts: Mapping[str, int]) -
 
 
 @task(name="apply", task_run_name="apply", cache_policy=NO_CACHE)
-def apply(job: Job, transition: Transition, decision: Decision) -> None:
+def apply(attempt: Attempt, decision: Decision) -> None:
     """Let every worker that has a part act on the decision; all that live do, also when one is lost."""
-    calls = dict.fromkeys(transition.movers, Call("apply_decision", (decision,)))
-    job.cluster.run(calls, what="apply")
+    calls = dict.fromkeys(attempt.transition.movers, Call("apply_decision", (decision,)))
+    attempt.job.cluster.run(calls, what="apply")
 
 
 @task(name="rebuild", task_run_name="rebuild", cache_policy=NO_CACHE)
-def rebuild(job: Job) -> None:
+def rebuild(attempt: Attempt) -> None:
     """A new generation of the world, engines around the moved shards, and the weight sync of what was not."""
+    job = attempt.job
     with job.stage("rebuild"):
         job.cluster.join()
         job.weight_sync = build_stages(job.cluster, job.stages)
