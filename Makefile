@@ -14,7 +14,7 @@ DEMO := runs/demo-$(EXAMPLE)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format types clean
+.PHONY: help venv demo test test-slow lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -48,8 +48,12 @@ types: $(VENV)/.dev ## check types
 	@echo "==> mypy --strict"
 	@$(BIN)/mypy || { echo "==> Remedy: annotate what mypy names above"; exit 1; }
 
+docs: $(VENV)/.dev ## build the documentation as a site, in site/
+	@echo "==> mkdocs build"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict || { echo "==> Remedy: repair the page that is named above"; exit 1; }
+
 clean: ## remove .venv, runs, caches and the demo's model
-	rm -rf $(VENV) runs examples/count/model .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site runs examples/count/model .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # ------------------------------------------------------------------------------------------- environment
 # $(1): what to say; $(2): arguments of pip install.

@@ -47,7 +47,7 @@ def keys(
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("key", "default", "meaning"):
         table.add_column(column, overflow="fold")
-    for (dotted, default, meaning), kinds in _rows().items():
+    for (dotted, default, meaning), kinds in key_rows().items():
         if word.lower() in f"{dotted} {meaning}".lower():
             name = Text(dotted) + Text(f" ({', '.join(kinds)})" if kinds else "", style="dim")
             table.add_row(name, Text(default), Text(meaning))
@@ -57,7 +57,7 @@ def keys(
     console.print(table)
 
 
-def _rows() -> dict[tuple[str, str, str], list[str]]:
+def key_rows() -> dict[tuple[str, str, str], list[str]]:
     """(key, default, meaning) of every key that holds a value, with the kinds that have it."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for key in known_keys():
