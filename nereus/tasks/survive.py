@@ -1,7 +1,9 @@
 """The model-stages on the GPUs that are left: the smallest change of a plan that lost some. Pure.
 
 Units that lost nobody stay as they are; others are made again from the ranks that are free, as many as fit.
-Where not even one unit of the old size fits, the largest smaller layout is taken.
+Where not even one unit of the old size fits, the largest smaller layout is taken. Units that share an
+optimizer (`zero1`) do not survive the loss of one: its slice had no other holder, so the plan to these stages
+raises NoSource, and the job goes back to copies in peers' memory or to the newest checkpoint.
 """
 
 from __future__ import annotations
