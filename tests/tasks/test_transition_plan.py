@@ -1,0 +1,166 @@
+"""The operations of a live transition: order, orders, and what becomes of every model-stage. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.layout import Layout
+from nereus.emu.stage import FromStage, Role, StageSpec
+from nereus.errors import NoSource
+from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, TRAINING
+from nereus.tasks.transition_plan import Transition, plan_transition
+
+MODEL = DecoderConfig(
+    vocab_size=32,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+)
+SPEC = decoder_spec(MODEL)
+ROLES: dict[str, Role] = {
+    TRAINING: "training",
+    GENERATION: "generation",
+    CRITIC: "training",
+    REFERENCE: "inference",
+}
+NUM_RANKS = 8
+
+
+def stage(name: str, tp: int, pp: int, dp: int, first: int = 0) -> StageSpec:
+    size = tp * pp
+    units = tuple(
+        Layout.make(SPEC, tp=tp, pp=pp, ranks=range(first + i * size, first + (i + 1) * size))
+        for i in range(dp)
+    )
+    return StageSpec(name=name, role=ROLES[name], model=MODEL, units=units, origin=FromStage(stage=TRAINING))
+
+
+def stages(*specs: StageSpec) -> dict[str, StageSpec]:
+    """Generation shares training's weights unless it is given, or lies elsewhere."""
+    out = {spec.name: spec for spec in specs}
+    generation = out.setdefault(GENERATION, replace(out[TRAINING], name=GENERATION, role="generation"))
+    if generation.units == out[TRAINING].units:
+        out[GENERATION] = replace(generation, shares=TRAINING)
+    return out
+
+
+sizes = st.sampled_from([(tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2) for dp in (1, 2, 4)]).filter(
+    lambda size: size[0] * size[1] * size[2] <= NUM_RANKS
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, StageSpec]:
+    """All four model-stages, each of any size, anywhere: trained models may share GPUs."""
+    specs = []
+    for name in ROLES:
+        tp, pp, dp = draw(sizes)
+        specs.append(stage(name, tp, pp, dp, draw(st.integers(0, NUM_RANKS - tp * pp * dp))))
+    return stages(*specs)
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans(), plans())
+def test_operations_come_after_those_they_wait_for_and_move_the_least(
+    now: dict[str, StageSpec], then: dict[str, StageSpec]
+) -> None:
+    transition = plan_transition(now, then)
+    seen: set[str] = set()
+    for operation in transition.operations:
+        assert set(operation.after) <= seen, "predecessors first"
+        seen.add(operation.id)
+        assert bool(operation.orders) == (operation.carrier is None)
+        assert operation.carrier is None or operation.carrier in seen
+    assert len(seen) == len(transition.graph.nodes)
+    assert transition.bytes == transition.lower_bound == sum(o.bytes for o in transition.operations)
+    for name, spec in transition.stages.items():
+        assert Counter((unit.tp, unit.layers) for unit in spec.units) == Counter(
+            (unit.tp, unit.layers) for unit in then[name].units
+        )
+
+
+@settings(max_examples=15, deadline=None)
+@given(plans(), plans())
+def test_a_worker_changes_a_model_stage_once_and_ends_with_the_shard_of_its_new_unit(
+    now: dict[str, StageSpec], then: dict[str, StageSpec]
+) -> None:
+    transition = plan_transition(now, then)
+    held = {(name, rank): unit for name, rank, unit in shards(now)}
+    changed: set[tuple[str, int]] = set()
+    for operation in transition.operations:
+        for rank, order in operation.orders.items():
+            key = (order.target, rank)
+            if not order.changes_target:
+                continue
+            assert key not in changed
+            changed.add(key)
+            if order.plan.new is None:
+                held.pop(key, None)
+            else:
+                held[key] = order.plan.new.layout
+    assert held == {(name, rank): unit for name, rank, unit in shards(transition.stages)}
+
+
+def shards(given: dict[str, StageSpec]) -> list[tuple[str, int, Layout]]:
+    """Who holds which unit's shard; generation that shares has none of its own."""
+    return [
+        (name, rank, unit)
+        for name, spec in given.items()
+        if spec.shares is None
+        for unit in spec.units
+        for rank in unit.ranks
+    ]
+
+
+def kinds(transition: Transition, model_stage: str) -> list[str]:
+    return [o.kind for o in transition.operations if o.model_stage == model_stage]
+
+
+def test_generation_that_leaves_shared_weights_is_copied_from_all_that_hold_them_there() -> None:
+    now = stages(stage(TRAINING, 1, 1, 4))
+    then = stages(stage(TRAINING, 1, 1, 4), stage(GENERATION, 2, 1, 2))
+    apart = plan_transition(now, then)
+    assert kinds(apart, GENERATION) == ["extend", "extend"]
+    assert kinds(apart, TRAINING) == []
+    assert apart.bytes == 0, "every GPU held all of it"
+    together = plan_transition(then, now)
+    assert kinds(together, GENERATION) == ["destroy", "destroy"]
+    assert together.stages[GENERATION].shares == TRAINING
+    assert GENERATION not in together.in_memory
+
+
+def test_a_model_stage_that_lost_workers_is_made_from_what_is_left_and_generation_synced() -> None:
+    now = stages(stage(TRAINING, 2, 1, 2), stage(GENERATION, 1, 1, 4), stage(REFERENCE, 1, 1, 1, 3))
+    whole = now[TRAINING].units[1]
+    then = stages(replace(now[TRAINING], units=(whole,)), stage(GENERATION, 1, 1, 2, 2), now[REFERENCE])
+    transition = plan_transition(now, then, lost=frozenset({0}))
+    assert kinds(transition, TRAINING) == ["destroy"], "the whole unit is kept as it is"
+    assert transition.bytes == 0
+    assert kinds(transition, GENERATION) == []
+    assert GENERATION not in transition.in_memory
+    assert 0 not in transition.movers
+    last = stages(stage(TRAINING, 1, 1, 1, 3), stage(GENERATION, 1, 1, 1, 3), now[REFERENCE])
+    with pytest.raises(NoSource):
+        plan_transition(now, last, lost=frozenset({0, 2}))
+
+
+def test_text_names_units_layouts_gpus_and_bytes() -> None:
+    now = stages(stage(TRAINING, 2, 1, 1), stage(GENERATION, 2, 1, 1, 2))
+    then = stages(stage(TRAINING, 1, 1, 1), stage(GENERATION, 2, 1, 1, 2))
+    split, destroy = plan_transition(now, then).operations
+    assert split.text.startswith(
+        "Split actor.training#0 into #1 tp1 pp1 on 0; #2 tp1 pp1 on 1; from tp2 pp1; "
+    )
+    assert split.text.endswith("KB")
+    assert destroy.text == "Destroy actor.training#2 tp1 pp1 on 1; bytes travel with Split"
+    assert destroy.after == (split.id,)
+    assert destroy.bytes == 0 < split.bytes
