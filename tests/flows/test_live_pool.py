@@ -19,6 +19,7 @@ differently; one answer that ends elsewhere moves the mean of 128 by at most 1/6
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_job_whose_answers_and_pool_change_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     quiet = {"OMP_NUM_THREADS": "1", "PREFECT_LOGGING_LEVEL": "CRITICAL"}
@@ -27,7 +28,7 @@ def test_a_job_whose_answers_and_pool_change_ends_as_the_undisturbed_one(tmp_pat
         cwd=root,
         env=os.environ | quiet,
         check=True,
-        timeout=1500,
+        timeout=1700,
     )
     found = json.loads((tmp_path / "figures.json").read_text())
     gpus, lengths = found["gpus"], found["lengths"][1]

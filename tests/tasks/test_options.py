@@ -6,7 +6,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nereus.config.adaptation import NeverPolicy, Thresholds
+from nereus.emu.cluster import PooledGpu
+from nereus.emu.stage import FromStage, Role, StageSpec
+from nereus.planner.adapt import Controller, first
+from nereus.planner.lengths import LengthDistribution
+from nereus.planner.models import model_shape
+from nereus.planner.policies.configured import policy_of
+from nereus.planner.profile import ClusterProfile
+from nereus.planner.request import PlanRequest, StageOptions
+from nereus.planner.signals import Gpu, Signals
+from nereus.planner.stage_gains import StageGains
+from nereus.planner.transition_time import FixedCosts
+from nereus.planner.workload import Algorithm, ModelShapes, Recompute, Workload
+from nereus.tasks.adapt import Adapter, with_options
 from nereus.tasks.dealing import rounds
+
+SHAPE = model_shape("llama-3.1-8b")
 
 
 @given(
@@ -21,3 +37,59 @@ def test_rounds_hold_every_row_once_and_no_unit_more_than_it_may(
         assert len(parts) == 1
     else:
         assert all(-(-len(part) // num_units) <= resident for part in parts)
+
+
+def _adapter(longest: int) -> Adapter:
+    """GRPO of an 8B on eight GPUs, four rows at a time without recomputation as long as that fits."""
+    algorithm = Algorithm.GRPO
+    controller = Controller(
+        request=PlanRequest(
+            workload=Workload(
+                algorithm=algorithm,
+                models=ModelShapes.same(SHAPE, algorithm, reward=False),
+                num_prompts=64,
+                prompt_tokens=512,
+                response=_lengths(longest),
+            ),
+            cluster=ClusterProfile.parse("1x8xH100"),
+            options=StageOptions(
+                train_micro_batches=(4,),
+                score_micro_batches=(4,),
+                recomputes=(Recompute.NONE,),
+                max_residents=(None,),
+            ),
+        ),
+        policy=policy_of(NeverPolicy()),
+        thresholds=Thresholds(),
+        costs=FixedCosts(transition_s=1.0, restart_s=300.0),
+    )
+    pool = tuple(Gpu(id=rank, node=0) for rank in range(8))
+    start = Signals(step=0, now_s=0.0, response=_lengths(longest), pool=pool)
+    seated, history = first(controller, start)
+    return Adapter(controller=controller, seated=seated, history=history, gains=StageGains(), last=start)
+
+
+def _lengths(longest: int) -> LengthDistribution:
+    return LengthDistribution.from_mean_p95_max(longest / 4, longest / 2, longest)
+
+
+def _training(adapter: Adapter) -> StageSpec:
+    """The actor's training as workers are told of it, units left out."""
+    names: dict[str, Role] = {
+        "actor.training": "training",
+        "actor.generation": "generation",
+        "reference.inference": "inference",
+    }
+    plain = {
+        name: StageSpec(name=name, role=role, model=SHAPE, units=(), origin=FromStage(stage="actor.training"))
+        for name, role in names.items()
+    }
+    return with_options(plain, adapter.seated)["actor.training"]
+
+
+def test_a_plan_without_room_takes_a_smaller_micro_batch_and_then_recomputation() -> None:
+    short, long = _adapter(2048), _adapter(8192)
+    assert (_training(short).train_rows, _training(short).recompute) == (4, False)
+    assert (_training(long).train_rows, _training(long).recompute) == (1, False)
+    long.without(tuple(PooledGpu(rank=rank, node=0) for rank in range(4)), step=1)  # four GPUs were lost
+    assert (_training(long).train_rows, _training(long).recompute) == (1, True)
