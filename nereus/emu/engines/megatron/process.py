@@ -19,10 +19,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from nereus.emu.engines.torch.clock import span
 
 with warnings.catch_warnings():  # that Transformer Engine and Apex are absent is said by `nereus doctor`
     warnings.simplefilter("ignore")
@@ -59,6 +61,41 @@ class _CpuInsteadOfCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _InFlight:
+    """A sum that Megatron lets run beside a product: the wait at its end counts as communication."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> bool:
+        with span("tensor_parallel"):
+            return self._work.wait()
+
+
+def _timed(all_reduce: Callable[..., dist.Work | None]) -> Callable[..., _InFlight | None]:
+    """`all_reduce` that tells the running clock; all sums within Megatron are tensor-parallel ones."""
+
+    def told(*args: Any, **kwargs: Any) -> _InFlight | None:
+        with span("tensor_parallel"):
+            work = all_reduce(*args, **kwargs)
+        return None if work is None else _InFlight(work)
+
+    return told
+
+
+@contextmanager
+def _set(owner: Any, **values: object) -> Iterator[None]:
+    """Attributes of a module for the body, put back after it."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class MegatronProcess:
     """The process-wide side of one engine: what it needs in Megatron's globals while its code runs."""
 
@@ -70,21 +107,22 @@ class MegatronProcess:
     def entered(self, *, building: bool = False) -> Iterator[None]:
         """Megatron's code may run in the body. With `building`, parameters are made without memory."""
         with ExitStack() as stack:
-            if building:  # it warns of what is absent; `nereus doctor` tells
-                stack.enter_context(warnings.catch_warnings(action="ignore"))
-            held = patch.multiple(
-                megatron_random,
-                _CUDA_RNG_STATE_TRACKER=_NoRandomness(),
-                _CUDA_RNG_STATE_TRACKER_INITIALIZED=True,
+            hold = stack.enter_context
+            hold(
+                _set(
+                    megatron_random,
+                    _CUDA_RNG_STATE_TRACKER=_NoRandomness(),
+                    _CUDA_RNG_STATE_TRACKER_INITIALIZED=True,
+                )
             )
-            stack.enter_context(held)
-            stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", self._buffer))
+            hold(_set(parallel_state, _GLOBAL_MEMORY_BUFFER=self._buffer))
+            hold(_set(dist, all_reduce=_timed(dist.all_reduce)))
             if building:
-                meta = torch.device("meta")
-                stack.enter_context(patch.object(torch.cuda, "current_device", lambda: meta))
-                stack.enter_context(meta)
-            if self._device.type != "cuda":
-                _without_cuda(stack, building=building)
+                hold(warnings.catch_warnings(action="ignore"))  # of what is absent; `nereus doctor` tells
+                hold(_set(torch.cuda, current_device=lambda: torch.device("meta")))
+                hold(torch.device("meta"))
+            elif self._device.type != "cuda":
+                hold(_without_cuda())
             yield
 
     def close(self) -> None:
@@ -93,16 +131,15 @@ class MegatronProcess:
         RotaryEmbedding.forward.cache_clear()
 
 
-def _without_cuda(stack: ExitStack, *, building: bool) -> None:
-    cpu = torch.device("cpu")
-    if not building:
-        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: cpu))
-        stack.enter_context(_CpuInsteadOfCuda())
-    stack.enter_context(patch.object(torch.cuda, "synchronize", lambda device=None: None))
-    stack.enter_context(
-        patch.multiple(
+@contextmanager
+def _without_cuda() -> Iterator[None]:
+    with (
+        _set(torch.cuda, current_device=lambda: torch.device("cpu"), synchronize=lambda device=None: None),
+        _set(
             megatron_random,
             _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
             _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
-        )
-    )
+        ),
+        _CpuInsteadOfCuda(),
+    ):
+        yield
