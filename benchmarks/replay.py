@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,6 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.replay_report import report
 from nereus.planner.conditions import Trace, trace_of
 from nereus.planner.contest import Contest
 from nereus.planner.layouts import Space
@@ -51,8 +53,6 @@ PARCAE = {
 }
 SYNTHETIC = ("spot", "churn", "ebb", "load", "small")
 TRACES = (*PARCAE, *SYNTHETIC, "grow")
-SEEN = ("HH", "LL", "load", "small")  # looked at while the policies were made; the others are held out
-POLICIES = ("fixed", "frozen", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
 LARGE = ("fixed", "frozen", "never", "any_gain", "payback")  # over the thousand steps of `grow`
 DRAWN = ("fixed", "payback", "any_gain", "oracle")
 RUN = ("payback", "never", "fixed", "oracle", "frozen", "any_gain", "verl_gate", "every_3")
@@ -130,7 +130,7 @@ def large() -> Contest:
 def measure(
     name: str, words: Sequence[str], data: Path | None, plot: Path | None, kept: Path | None
 ) -> dict[str, Any]:
-    """Every policy over one trace, as plain numbers. What `kept` has is not run again; it grows as they run."""
+    """Every policy over one trace, as plain numbers. `kept` has those that are done, and grows."""
     made = contest(name, data)
     if made is None:
         return {}
@@ -223,126 +223,10 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         running = {name: pool.submit(measured, name) for name in sorted(names, key="grow".__ne__)}
         results = {name: running[name].result() for name in names}
-    text = report({name: result for name, result in results.items() if result})
+    text = report({name: result for name, result in results.items() if result}, TRACES, COSTS)
     if whole:
         (ROOT / "docs/results.md").write_text(text)
     print(text)
-
-
-def report(results: dict[str, dict[str, Any]]) -> str:
-    """docs/results.md."""
-    absent = [name for name in TRACES if name not in results]
-    missing = (f"Not among these results: {', '.join(absent)}.\n",) if absent else ()
-    parts = (heading(), *missing, table(results), against(results), sweep(results), costs(results))
-    return "\n".join((*parts, ""))
-
-
-def heading() -> str:
-    """What was run."""
-    return f"""# Replay: what adapting is worth
-
-`python benchmarks/replay.py` writes this page (Python {platform.python_version()}, one thread). The
-controller, search, transition graph and schedule are those of a running job; GPUs are replaced by
-the cost model (docs/cost-model.md). These are predictions of that model, not measurements on GPUs.
-docs/adaptation.md says what each policy does.
-
-The jobs are PPO with four models of one shape. Mean response lengths grow along an S from 500 to
-6,000 tokens (supplied traces) or 8,000 (synthetic ones), the longest responses to at most 16,384.
-Supplied traces are Parcae's, a node of 8 H100 for each instance, Llama-3.1-70B, 512 prompts a step;
-in the segments of one hour (HH to LL) a minute spans three steps, in p3 a step spans 200 s. The
-synthetic ones: `spot` (70B, 80 to 192 H100 that come and go in bursts, spells of slow computing and
-network), `load` (8B on 16 H100 that stay), `small` (8B on 16 to 48 L40S that come and go, slow
-spells), `grow` (70B, from 128 to 1,024 H100 in 1,000 steps). HH and `load` were
-looked at while the policies were made, the others only afterwards.
-
-`fixed` keeps the tp and pp that are best at the start and scales dp with the GPUs; micro-batch,
-recomputation and residency are chosen anew at every step for it as for all others. Where it fits no
-more it restarts, by hand, with the best layouts of that moment. `never` starts alike, and moves as
-well as can be when forced. `oracle` knows the trace. Everything that is not a step counts into the
-mean: transitions, restarts, work lost with a node and done again, time in which nothing fits.
-"""
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """Mean step, transitions and their share, by trace and policy."""
-    lines = [
-        "## Mean step",
-        "",
-        "Seconds a step; in brackets transitions (restarts among them), their share of the time.",
-        "",
-    ]
-    lines += ["| trace | GPUs, changes | " + " | ".join(POLICIES) + " |", "|---" * (len(POLICIES) + 2) + "|"]
-    for name, result in results.items():
-        size = result["trace"]
-        cells = [f"{size['least_gpus']}-{size['most_gpus']}, {size['changes']}"]
-        for word in POLICIES:
-            row = result["rows"].get(word)
-            if row is None:
-                cells.append("")
-                continue
-            restarts = f" ({row['restarts']})" if row["restarts"] else ""
-            cells.append(
-                f"{row['mean_step_s']:.1f} [{row['transitions']}{restarts}, {row['transition_share']:.2%}]"
-            )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def against(results: dict[str, dict[str, Any]]) -> str:
-    """Payback against the others, in percent."""
-    lines = ["## Payback against the others", "", "How much longer (+) or shorter (-) its mean step is.", ""]
-    others = [word for word in POLICIES if word != "payback"]
-    lines += ["| trace | " + " | ".join(others) + " |", "|---" * (len(others) + 1) + "|"]
-    sums: dict[str, list[float]] = {word: [] for word in others}
-    for name, result in results.items():
-        rows = result["rows"]
-        cells = []
-        for word in others:
-            if word not in rows or "payback" not in rows:
-                cells.append("")
-                continue
-            change = rows["payback"]["mean_step_s"] / rows[word]["mean_step_s"] - 1
-            sums[word].append(change)
-            cells.append(f"{change:+.2%}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    means = [f"{sum(values) / len(values):+.2%}" if values else "" for values in sums.values()]
-    return "\n".join([*lines, "| mean | " + " | ".join(means) + " |", ""])
-
-
-def sweep(results: dict[str, dict[str, Any]]) -> str:
-    """The share of the horizon, gamma."""
-    words = ("payback=0.25", "payback", "payback=0.75", "payback=1")
-    note = "Mean step (transitions) of payback. Most causes fire less than five times, before gamma counts."
-    lines = ["## Gamma", "", note, ""]
-    lines += ["| trace | 0.25 | 0.5 | 0.75 | 1 |", "|---|---|---|---|---|"]
-    for name, result in results.items():
-        rows = result["rows"]
-        if all(word in rows for word in words):
-            cells = (f"{rows[word]['mean_step_s']:.2f} ({rows[word]['transitions']})" for word in words)
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def costs(results: dict[str, dict[str, Any]]) -> str:
-    """Lost work and CPU time."""
-    lines = [
-        "## Where time goes beside steps, and the CPU it took",
-        "",
-        "A transition costs what its schedule predicts over the links, with 10 % noise, and "
-        f"{COSTS.transition_s:g} s for votes, process groups and engines; a restart {COSTS.restart_s:g} s. "
-        "Both are assumptions for this scale, not measurements: on CPU workers over gloo the fixed part "
-        "is about 0.3 s.",
-        "",
-        "| trace | policy | redone | stalled | steps done | CPU s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        for word in POLICIES:
-            row = result["rows"].get(word)
-            if row is not None:
-                shares = f"{row['redone_share']:.2%} | {row['stalled_share']:.2%}"
-                lines.append(f"| {name} | {word} | {shares} | {row['steps']} | {row['cpu_s']:.0f} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

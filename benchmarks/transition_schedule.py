@@ -221,7 +221,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     options = parser.parse_args(None if arguments is None else list(arguments))
     planning_table(1024)
     trials_table(options.trials, options.gpus, options.limit)
-    dense_table(options.dense, options.limit)
+    if options.dense:
+        dense_table(options.dense, options.limit)
 
 
 if __name__ == "__main__":

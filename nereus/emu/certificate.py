@@ -116,45 +116,41 @@ class _Search:
             self.steps -= 1
             self._take(chosen)
 
-    def _choices(self, left: tuple[int, ...]) -> Iterator[int]:
-        """The tasks that fit, best first; in a large group as they come, since comparing them all is dear."""
-        if frozenset(left) in self.dead:
-            return iter(())
-        fitting = [number for number in left if self._fits(number)]
-        if len(left) <= SMALL or self.shake is not None:
-            fitting.sort(key=self._worth)
-        return iter(fitting)
-
     def _take_forced(self, group: tuple[int, ...]) -> int:
         """Take tasks that fit and leave no bin fuller, until there is none; returns their number."""
-        taken = 0
-        again = True
+        harmless = self.problem.harmless
+        waiting = [number for number in group if harmless[number] and number not in self.done]
+        taken, again = 0, bool(waiting)
         while again:
-            again = False
-            for number in group:
-                if number not in self.done and self._is_harmless(number) and self._fits(number):
+            blocked = []
+            for number in waiting:
+                if self._fits(number):
                     self._take(number)
-                    taken += 1
-                    again = True
+                else:
+                    blocked.append(number)
+            taken += len(waiting) - len(blocked)
+            again, waiting = 0 < len(blocked) < len(waiting), blocked
         return taken
 
-    def _is_harmless(self, number: int) -> bool:
-        return all(net <= 0 for net in self.problem.net[number].values())
-
     def _fits(self, number: int) -> bool:
-        task, cap = self.problem.tasks[number], self.problem.cap
-        return all(other in self.done for other in task.after) and all(
-            self.used[place] + amount <= cap[place] for place, amount in task.acquires
-        )
+        # Plain loops: this is the innermost question of the search.
+        task, used, cap = self.problem.tasks[number], self.used, self.problem.cap
+        for other in task.after:
+            if other not in self.done:
+                return False
+        for place, amount in task.acquires:  # noqa: SIM110
+            if used[place] + amount > cap[place]:
+                return False
+        return True
 
     def _worth(self, number: int) -> tuple[float, int]:
         """Small for tasks that release much, also through tasks that wait for them."""
-        tasks = self.problem.tasks
-        freed = float(sum(amount for _, amount in tasks[number].releases))
+        tasks, released = self.problem.tasks, self.problem.released
+        freed = float(released[number])
         for other in self.problem.unlocks[number]:
             missing = sum(task not in self.done for task in tasks[other].after)
             share = 1.0 if missing == 1 else 0.6 / missing
-            freed += share * sum(amount for _, amount in tasks[other].releases)
+            freed += share * released[other]
         if self.shake is not None:
             freed += SHAKE * self.problem.mean_acquired * self.shake()
         return -freed, number

@@ -79,6 +79,16 @@ class Problem:
         return tuple(out)
 
     @cached_property
+    def harmless(self) -> tuple[bool, ...]:
+        """For every task, whether it leaves no bin fuller than it found it."""
+        return tuple(all(net <= 0 for net in added.values()) for added in self.net)
+
+    @cached_property
+    def released(self) -> tuple[int, ...]:
+        """For every task, the bytes that it releases, one rank of each bin counted."""
+        return tuple(sum(amount for _, amount in task.releases) for task in self.tasks)
+
+    @cached_property
     def unlocks(self) -> tuple[tuple[int, ...], ...]:
         """For every task, those that come after it."""
         out: list[list[int]] = [[] for _ in self.tasks]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from nereus.config.adaptation import Thresholds
+from nereus.errors import Infeasible
 from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge
 from nereus.planner.choose import Priced
 from nereus.planner.held import held, leaner, scaled
@@ -41,6 +42,7 @@ class Controller:
 
     `request` gives the models, batch, space and the kind of the cluster; lengths, calibration and GPUs come
     from the signals. `propose` replaces the search by another source of plans (the oracle of a replay).
+    `explains`: where nothing fits, say what would help, which is planned for.
     """
 
     request: PlanRequest
@@ -49,6 +51,7 @@ class Controller:
     costs: FixedCosts
     drain_margin_s: float = 30.0
     propose: Proposer | None = None
+    explains: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +192,8 @@ def _proposed(
 ) -> Seated:
     if controller.propose is not None:
         return controller.propose(request, pool, before)
-    return proposal(request, controller.thresholds.headroom, pool, before, outlook)
+    headroom = controller.thresholds.headroom
+    return proposal(request, headroom, pool, before, outlook, explains=controller.explains)
 
 
 def proposal(
@@ -198,6 +202,8 @@ def proposal(
     pool: tuple[Gpu, ...],
     before: Seated | None,
     outlook: Outlook = NOW,
+    *,
+    explains: bool = True,
 ) -> Seated:
     """The best plan over all shapes of the pool, seated. Raises Infeasible, saying what is short, if none
     fits.
@@ -213,6 +219,8 @@ def proposal(
         for rating in rated(one, request.cluster, headroom, outlook)
         or rated(leaner(one), request.cluster, headroom, NOW)
     ]
+    if not ratings and not explains:
+        raise Infeasible(f"no plan fits {asked[0].cluster.name}")
     if not ratings:
         require_plan(Priced.of(asked[0]))  # raises, saying what is short
     rating, shape = min(ratings, key=lambda pair: pair[0].order)

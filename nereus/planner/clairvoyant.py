@@ -89,7 +89,7 @@ class _Turn:
             if plan is not None:
                 sizes = state_bytes(request.workload.models, request.workload.dtype)
                 return seat(plan, shape, before, sizes)
-        return proposal(self.truth, 0.0, lasting, before)
+        return proposal(self.truth, 0.0, lasting, before, explains=False)
 
 
 def true_request(request: PlanRequest, step: Conditions) -> PlanRequest:

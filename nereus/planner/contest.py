@@ -57,6 +57,7 @@ class Contest:
             policy=policy_of(policy),
             thresholds=self.thresholds,
             costs=self.costs,
+            explains=False,
         )
 
     def _by_hand(self, word: str) -> tuple[Controller, ...]:

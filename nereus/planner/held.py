@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nereus.planner.choose import Priced, best_of, best_plan
 from nereus.planner.fixed import Choice, Fix
 from nereus.planner.plan import Plan
+from nereus.planner.problem import Seat
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated
@@ -43,10 +45,28 @@ def priced(request: PlanRequest, largest: ClusterProfile | None = None) -> Price
     return Priced(request=request, sets=sets)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _priced(request: PlanRequest) -> Priced:
     """Where generation runs changes no candidate, so that both placements share one pricing."""
-    return Priced.of(request)
+    found = Priced.of(request)
+    return Priced(request=found.request, sets=tuple(item.take(_useful(item.seat)) for item in found.sets))
+
+
+def _useful(seat: Seat) -> NDArray[np.int64]:
+    """Without options that are no faster than another of the same layout that takes no more memory."""
+    order = np.lexsort((seat.latency_s, seat.transient_bytes, seat.persistent_bytes, seat.layout))
+    if not len(order):
+        return order
+    same = (np.diff(seat.layout[order]) == 0) & (np.diff(seat.persistent_bytes[order]) == 0)
+    group = np.concatenate(([0], np.cumsum(~same)))
+    latency = seat.latency_s[order]
+    low = np.full(len(order), np.inf)
+    for back in range(1, len(order)):  # a group has as many rows as a stage has options: a few
+        near = group[back:] == group[:-back]
+        if not near.any():
+            break
+        low[back:] = np.where(near, np.minimum(low[back:], latency[:-back]), low[back:])
+    return np.sort(order[latency < low])
 
 
 def _is_larger(one: ClusterProfile, other: ClusterProfile) -> bool:

@@ -34,6 +34,7 @@ _DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "
 class FixedCosts:
     """Seconds of a transition that no byte explains: votes, decision, new process groups, engines anew.
 
+    `moving_factor` is measured over predicted seconds of moving the bytes: messages, packing.
     `restart_s` is what it takes instead when no live GPU holds some state, or old and new state fit nowhere:
     all stops, and resumes from the last checkpoint under the new plan. Without `in_place` every change is a
     restart.
@@ -41,6 +42,7 @@ class FixedCosts:
 
     transition_s: float
     restart_s: float
+    moving_factor: float = 1.0
     in_place: bool = True
 
 
@@ -88,7 +90,7 @@ def transition_cost(
         return _restart(fixed, str(error))
     num_operations = sum(len(chain.operations) for chain in graph.chains)
     return TransitionCost(
-        moving_s=plan.makespan_s,
+        moving_s=fixed.moving_factor * plan.makespan_s,
         fixed_s=fixed.transition_s if num_operations else 0.0,
         num_operations=num_operations,
     )
