@@ -148,7 +148,8 @@ class Workload:
     `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
     `attention` is how the training engine computes attention, `pipeline` the order of its micro-batches;
     `zero1`: the units of a trained model share its optimizer state. `old_logprobs`: the training engine
-    scores the responses once more before it trains.
+    scores the responses once more before it trains. `equal_parts`: it trains and scores with tp only where
+    every rank gets equally many whole kv heads and feed-forward columns.
     """
 
     algorithm: Algorithm
@@ -170,6 +171,7 @@ class Workload:
     pipeline: Pipeline = Pipeline.ONE_F_ONE_B
     logits_chunk_tokens: int | None = 2048
     zero1: bool = False
+    equal_parts: bool = False
 
     def __post_init__(self) -> None:
         positive = {
