@@ -155,6 +155,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         num_mini_batches=config.batch.mini_batches,
         old_logprobs=config.rescores,
         zero1=config.optimizer.zero1,
+        equal_parts=config.engines.training != "torch",
     )
     return PlanRequest(
         workload=workload,
