@@ -5,14 +5,14 @@
 
 All processes run on this machine, one thread each; the state is one model's 220 MB (bf16 weights, fp32
 master, two moments). Ours reads the peers' memory; `ours over gloo` is the same executor where that is not
-permitted, and all other methods use gloo on the loopback or files. Each method moves the same numbers and its
-result is compared bit for bit with shards built directly, except the floors, which move bytes without meaning.
-Ours and the floors take turns, repeat by repeat. New storage is allocated and touched before the clock starts.
-Wall is the median over repeats from barrier to barrier, best is the least; CPU is the least sum over processes.
-Ratios are of best walls, since other work on the machine only adds to them. Bytes are those that cross between
-processes (checkpoints: written plus read); the bound is what no method can go below with the best placement.
-Peak is the largest growth of any process's resident memory during the move. Peers that are not installed are
-reported as such.
+permitted, and all other methods use gloo on the loopback or files. Each method moves the same numbers and
+its result is compared bit for bit with shards built directly, except the floors, which move bytes without
+meaning. Ours and the floors take turns, repeat by repeat. New storage is allocated and touched before the
+clock starts. Wall is the median over repeats from barrier to barrier, best is the least; CPU is the least
+sum over processes. Ratios are of best walls, since other work on the machine only adds to them. Bytes are
+those that cross between processes (checkpoints: written plus read); the bound is what no method can go
+below with the best placement. Peak is the largest growth of any process's resident memory during the move.
+Peers that are not installed are reported as such.
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ def _work(
             rows += found
             if rank == 0:
                 for row in found:
-                    print(f"# {row.case}: {row.title} {row.best_s or 0:.3f} s {row.remark}", flush=True)
+                    took = f"{row.best_s or 0:.3f} s, CPU {row.cpu_s or 0:.3f} s"
+                    print(f"# {row.case}: {row.title} {took} {row.remark}", flush=True)
             for executor in executors:
                 executor.transport.close(setup.epoch)
             reshard_dcp.remove(SHM, setup)
@@ -224,7 +225,7 @@ def _setup(case: Case, rank: int, plan: ReshardPlan, executors: list[Executor], 
 
 
 def measure(methods: Sequence[Method], setup: Setup, bound: int, repeats: int) -> list[Row]:
-    """Let the methods take turns, `repeats` by the clock after one to warm up; a heavy one gets no warm-up."""
+    """Let the methods take turns, `repeats` by the clock after one to warm up (not if heavy)."""
     kept = setup.mine.old == setup.mine.new
     new = None if kept else empty(setup.mine.new, setup.rank)
     runs = [Timed(method, setup, method.make(setup), bound) for method in methods]

@@ -44,6 +44,7 @@ def check_machine(gpus: list[Gpu], *, torch_build: str | None, run_folder: Path)
         check_disk("disk for Ray", Path(tempfile.gettempdir())),
         check_home(environment_folder()),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        check_memory_reads(Path("/proc/sys/kernel/yama/ptrace_scope")),
     ]
 
 
@@ -153,6 +154,19 @@ def check_home(folder: Path) -> Check:
         verdict=Verdict.warning,
         remedy="set NEREUS_HOME to a folder of yours",
     )
+
+
+def check_memory_reads(scope: Path) -> Check:
+    """CPU workers on one host move state by reading one another's memory, or else through sockets."""
+    strict = scope.is_file() and int(scope.read_text()) >= 2
+    if strict:
+        return Check(
+            subject="reads between workers",
+            found="denied: workers use sockets",
+            verdict=Verdict.note,
+            remedy=f"set {scope} to 1 or 0, for faster moves on CPU workers",
+        )
+    return Check(subject="reads between workers", found="permitted by the kernel")
 
 
 def check_open_files(limit: int) -> Check:

@@ -36,6 +36,11 @@ def set_defaults(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def reads_memory() -> bool:
+    """Whether CPU workers on one host may read one another's memory; `NEREUS_READ_MEMORY=0` says no."""
+    return os.environ.get("NEREUS_READ_MEMORY", "1") != "0"
+
+
 def is_completing() -> bool:
     """Whether the shell asks for completions of a command line that is being typed."""
     return "_NEREUS_COMPLETE" in os.environ

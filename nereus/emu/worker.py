@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.config.environment import set_defaults
+from nereus.config.environment import reads_memory, set_defaults
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.ballot import Vote
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
@@ -109,7 +109,7 @@ class Worker:
     def connect(self, address: StoreAddress, timeout_s: float) -> None:
         """Connect to the driver's store: from then on state can be moved here."""
         transport = CollectiveTransport.connect(
-            address, worker=self.rank, device=self.device, timeout_s=timeout_s
+            address, worker=self.rank, device=self.device, timeout_s=timeout_s, reads=reads_memory()
         )
         executor = Executor(transport, self.device)
         self._participant = Participant(worker=self.rank, executor=executor, allocate=self._allocate)

@@ -19,6 +19,7 @@ from nereus.cli.check_machine import (
     check_disk,
     check_gpus,
     check_memory,
+    check_memory_reads,
     check_open_files,
     check_shared_memory,
     find_gpus,
@@ -111,3 +112,15 @@ def test_a_server_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPa
 def test_gpus_are_found_or_none() -> None:
     found: Sequence[Gpu] = find_gpus()
     assert all(gpu.total_bytes >= gpu.free_bytes for gpu in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"), [("0", Verdict.ok), ("1", Verdict.ok), ("2", Verdict.note), ("3", Verdict.note)]
+)
+def test_a_kernel_that_denies_reads_between_workers_is_noted(
+    tmp_path: Path, text: str, verdict: Verdict
+) -> None:
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text(text + "\n")
+    assert check_memory_reads(scope).verdict == verdict
+    assert check_memory_reads(tmp_path / "absent").verdict == Verdict.ok

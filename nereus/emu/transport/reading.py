@@ -81,6 +81,8 @@ class ReadingChannel:
     ) -> ReadingChannel:
         """Find the pairs that can read each other; collective over `ranks`. Raises TransportError."""
         lease = Lease()
+        if willing:
+            process_memory.let_others_read()
         mine = lease.card if willing else NO_CARD
         cards = {
             rank: Card.of(numbers)
