@@ -21,6 +21,7 @@ LEVELS = {
     "rewards": 4,
     "record": 4,
     "planner": 4,
+    "integrations": 4,
     "emu": 3,
     "algorithms": 2,
     "kernels": 1,

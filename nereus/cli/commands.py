@@ -79,6 +79,15 @@ COMMANDS = (
         ),
     ),
     Command(
+        name="adopt",
+        target="nereus.cli.adopt:adopt",
+        line="Turn a verl or OpenRLHF job into a campaign file.",
+        examples=(
+            "nereus adopt verl ppo_trainer.yaml data.train_batch_size=256 -o campaign.yaml",
+            "nereus adopt openrlhf train_ppo.sh -o campaign.yaml",
+        ),
+    ),
+    Command(
         name="watch",
         target="nereus.cli.watch:watch",
         line="Watch a run, from its folder.",

@@ -1,0 +1,1 @@
+"""Settings and checkpoints of other trainers, read and written: verl and OpenRLHF."""
