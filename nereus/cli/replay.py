@@ -76,13 +76,13 @@ def replay(
     are replaced by the cost model. `--cluster` is the largest that the trace may use. No GPU and no network
     is needed.
     """
-    from nereus.planner.contest import Contest, parse_policy
+    from nereus.planner.contest import UNCONFIGURED, Contest, parse_policy
     from nereus.planner.transition_time import FixedCosts
     from nereus.planner.words import PlanWords, read_request
 
     words = [word.strip() for word in policy.split(",") if word.strip()]
     for word in words:
-        if word not in ("fixed", "oracle"):
+        if word not in UNCONFIGURED:
             parse_policy(word)  # a mistake is found before minutes of work
     request = read_request(
         PlanWords(

@@ -22,7 +22,8 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         help="Policies to compare, divided by commas: payback, payback=GAMMA, any_gain, every_N, verl_gate, "
-        "never, fixed (layouts of the start, dp follows the GPUs), oracle (knows the trace).",
+        "never, fixed (layouts of the start, dp follows the GPUs), frozen (micro-batch and recompute too), "
+        "oracle (knows the trace).",
         rich_help_panel=_SHOW,
     ),
 ]

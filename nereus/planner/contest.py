@@ -29,6 +29,8 @@ from nereus.planner.simulate import replay
 from nereus.planner.transition_time import FixedCosts
 
 BY_HAND = ("fixed", "frozen")
+UNCONFIGURED = (*BY_HAND, "oracle")
+"""Words that stand for no policy a job can be given."""
 WORDS = ("fixed", "frozen", "never", "any_gain", "every_N", "verl_gate", "payback", "payback=GAMMA", "oracle")
 
 
