@@ -38,7 +38,9 @@ from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, REWARD, TRAINING,
 PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
 """What the planner takes an algorithm for by its model-stages; all others need those of GRPO."""
 # Before anything was measured: votes, decision, a new generation, engines anew on this machine's CPUs.
-COSTS = FixedCosts(transition_s=0.3, restart_s=10.0)
+TRANSITION_S, RESTART_S = 0.3, 10.0
+# Beside it, what ends an engine and makes it anew around no weights: vLLM's profile, cache, groups.
+REBUILD_S: Mapping[str, float] = {"torch": 0.0, "vllm": 6.0}
 STAGE_OF_WORK = {
     "generate": Stage.GENERATION,
     "score reference": Stage.INFERENCE,
@@ -118,13 +120,19 @@ def start_adapter(
         request=request_of(config, models, prompt_tokens),
         policy=policy_of(adaptation.policy),
         thresholds=adaptation.thresholds,
-        costs=COSTS,
+        costs=costs_of(config),
         drain_margin_s=adaptation.drain_margin_s,
     )
     response = controller.request.workload.response
     signals = Signals(step=step, now_s=time.time(), response=response, pool=gpus_of(pool))
     seated, history = first(controller, signals)
     return Adapter(controller=controller, seated=seated, history=history, gains=StageGains(), last=signals)
+
+
+def costs_of(config: CampaignConfig) -> FixedCosts:
+    """What a transition takes beside its bytes, with the engines of this campaign."""
+    rebuild_s = REBUILD_S[config.engines.generation]
+    return FixedCosts(transition_s=TRANSITION_S + rebuild_s, restart_s=RESTART_S + rebuild_s)
 
 
 def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_tokens: int) -> PlanRequest:

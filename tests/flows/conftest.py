@@ -36,7 +36,7 @@ TINY = DecoderConfig(
 @pytest.fixture(scope="session")
 def server() -> Iterator[None]:
     """A Prefect server of this test session's own."""
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=600):
         yield
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
-from transformers import TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from nereus.emu.batch import Sampling
-from nereus.emu.engines.torch.sampling import descend, nucleus, num_draws, sample, uniforms
+from nereus.emu.engines.torch.sampling import descend, nucleus, num_draws, sample, uniforms, uniforms_at
 
 SAMPLING = Sampling(max_new_tokens=8, seed=3, step=5)
 
@@ -161,3 +161,23 @@ def test_greedy_rows_take_the_largest_logit_and_leave_the_others() -> None:
     assert torch.equal(mixed, torch.where(greedy, logits.argmax(-1), plain))
     assert torch.equal(everywhere, logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, mixed[:, None])[:, 0])
+
+
+def test_rows_at_different_positions_draw_what_they_would_draw_together() -> None:
+    ids, positions = torch.tensor([4, 4, 9]), torch.tensor([0, 6, 3])
+    apart = uniforms_at(SAMPLING, ids, positions, draws=2)
+    together = draw(ids, num=7, draws=2)
+    assert torch.equal(apart, torch.stack([together[at, :, row] for row, at in enumerate(positions)], dim=1))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_top_k_then_top_p_choose_among_the_tokens_that_transformers_leaves(top_p: float) -> None:
+    logits_bv, num = normal(4, 50, seed=2), 4000
+    left_bv = TopKLogitsWarper(7)(None, logits_bv.clone())
+    left_bv = TopPLogitsWarper(top_p)(None, left_bv) if top_p < 1 else left_bv
+    for logits_v, left_v in zip(logits_bv, left_bv, strict=True):
+        rows_bv = logits_v.repeat(num, 1)
+        uniforms_db = draw(torch.arange(num), draws=num_draws(50))[0]
+        tokens_b, logprobs_b = sample(rows_bv, uniforms_db, top_k=7, top_p=top_p)
+        assert frequencies_fit(torch.bincount(tokens_b, minlength=50), left_v.softmax(dim=-1))
+        torch.testing.assert_close(logprobs_b, logits_v.log_softmax(dim=-1)[tokens_b])

@@ -14,6 +14,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,15 @@ class VllmGenerator:
             if self.spec.model.tied:
                 llm.collective_rpc(_pack_heads)
             llm.reset_prefix_cache()
+
+    @property
+    def llm(self) -> LLM:
+        """vLLM's engine; use it within `entered`."""
+        return self._parts()[0]
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Inside, torch.distributed is that of vLLM's engine."""
+        return self._world.entered()
 
     def close(self) -> None:
         """End the engine and its groups, and free its memory. Not collective: peers may be gone."""
