@@ -139,7 +139,8 @@ def outlook_of(controller: Controller, history: SignalHistory, step: int) -> Out
 
 def _standing(policy: AdmissionPolicy, step: int, history: SignalHistory) -> Trigger | None:
     """A reason to plan though no signal fired: a better plan that was refused, or the policy's own time."""
-    if history.waiting_for is not None:
+    # Only a policy that looks ahead changes its mind about a change as time goes by.
+    if history.waiting_for is not None and policy.looks_ahead:
         since = history.waiting_since
         text = f"a better plan waits since step {since}"
         return Trigger(cause=Cause(history.waiting_for), text=text, numbers={"since": float(since or 0)})
