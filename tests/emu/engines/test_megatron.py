@@ -81,6 +81,10 @@ def test_half_precision_follows_float32(trainers: Trainers, tmp_path: Path, cut:
     conformance.check_half_precision(trainers, subject, cut)
 
 
+def test_collectives_and_memory_are_told(trainers: Trainers, tmp_path: Path) -> None:
+    conformance.check_observed(trainers, Subject.made("megatron", LLAMA, tmp_path / "model"))
+
+
 def test_twenty_rebuilds_leave_nothing_behind(trainers: Trainers, tmp_path: Path) -> None:
     subject = Subject.made("megatron", LARGER, tmp_path / "model")
     cuts = (Cut(tp=2, pp=2), Cut(tp=2, dp=2))

@@ -32,6 +32,7 @@ from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import EngineName, FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.tensor import Box
+from nereus.emu.timings import Observed
 from nereus.emu.transaction import Order
 from nereus.emu.worker import Worker
 from tests.emu.engines.torch_cases import Random, TokenLoss, boxes, make_batch, split
@@ -163,6 +164,10 @@ class Trainers:
         self._workers.run(do, "apply_decision", decision, workers=plan.ranks)
         self.build(placed)
         return placed
+
+    def observed(self, spec: StageSpec) -> list[Observed]:
+        """What every worker has to tell since it was last asked."""
+        return list(self._workers.run(do, "observe", workers=spec.ranks, timeout_s=LIMIT_S).values())
 
     def footprints(self, spec: StageSpec) -> dict[int, Footprint]:
         """Of the stage's processes."""
@@ -326,6 +331,20 @@ def check_transition(trainers: Trainers, subject: Subject, before: Cut, after: C
     for one, other in ((scores.logprobs_bt, expected.logprobs_bt), (scores.values_bt, expected.values_bt)):
         if one is not None and other is not None:
             torch.testing.assert_close(one, other, atol=SCORES, rtol=0)
+
+
+def check_observed(trainers: Trainers, subject: Subject) -> None:
+    """Workers tell the seconds of a step, those in collectives within them, and the peak of memory."""
+    spec = subject.under(Cut(tp=2, dp=2))
+    trainers.build(spec)
+    trainers.observed(spec)
+    trainers.train(spec, batches(1))
+    for one in trainers.observed(spec):
+        terms = one.terms[f"{NAME}/train"]
+        assert terms["data_parallel"] > 0
+        assert terms["tensor_parallel"] > 0
+        assert terms["total"] > terms["data_parallel"] + terms["tensor_parallel"]
+        assert one.peak_bytes > 0
 
 
 def check_rebuilds(
