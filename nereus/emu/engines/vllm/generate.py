@@ -136,6 +136,7 @@ class VllmGenerator:
             (Path(folder) / "config.json").write_text(json.dumps(self.spec.model.to_hf()))
             self._llm = LLM(folder, **self._options())
             (self._chooser,) = self._llm.collective_rpc(_find_chooser)
+            self._llm.collective_rpc(_receive_hidden)
 
     def _options(self) -> dict[str, Any]:
         layout, serving = self.groups.layout, self.spec.serving
@@ -211,6 +212,17 @@ def _pack_heads(worker: Any) -> None:
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _receive_hidden(worker: Any) -> None:
+    """Make the buffer in which a later pipeline stage receives hidden states: vLLM makes it in a warm-up run,
+    which it leaves out on CPUs.
+    """
+    runner = worker.model_runner
+    if runner.intermediate_tensors is None and not parallel_state.get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _find_chooser(worker: Any) -> Chooser:
