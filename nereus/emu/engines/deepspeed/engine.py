@@ -97,19 +97,17 @@ class DeepSpeedTrainer:
             views = covered(theta) if self._grad is None else leaves(theta, self._grad)
             self._ends = replace(stage_weights(config, mine, views, self._process.tp_group()), layers=())
             trunk = make_trunk(config, self._device, recompute=recompute)
-            self._binding = Binding(trunk, theta, self._grad)
-            self._binding.bind_whole()
             self._step = None
             if self._grad is not None and optimizer is not None:
                 step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
                 self._step = StepOptimizer(list(trunk.parameters()), step, self._process)
-            else:
-                self._binding.freeze()
             self._engine = initialize(trunk, self._step, settings(layout))
             if layout.tp > 1:
                 self._engine.first_dataloader_check.remove()  # a unit's ranks are given the same rows
             self._binding = Binding(trunk, theta, self._grad)
             self._binding.bind()
+            if self._step is None:
+                self._binding.freeze()
         if self._step is not None:
             self._step.leave_to_deepspeed(trunk)
 

@@ -3,7 +3,7 @@
 DeepSpeed finds its world by torch.distributed's default group and keeps it, and every group it makes, in two
 modules, with no public way to let go of them. So each engine has a world of its own (the ranks of its unit)
 and its own copy of those globals: engines of different layouts live in one process, and a rebuilt one starts
-afresh. Import this before DeepSpeed: it chooses its accelerator when it is imported.
+afresh.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 
+import deepspeed
+import deepspeed.comm.comm
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups as ds_groups
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -24,14 +27,6 @@ from torch.distributed import distributed_c10d as c10d
 from nereus.emu.engines.vllm.own_world import OwnWorld
 from nereus.emu.groups import backend_for
 from nereus.emu.unit_groups import UnitGroups
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-
-import deepspeed
-import deepspeed.comm.comm
-from deepspeed.utils import groups as ds_groups
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # Compiled with g++ at its first use (a minute), for collectives of inference alone.
@@ -66,9 +61,17 @@ def initialize(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Mapping[str, object]
 ) -> deepspeed.DeepSpeedEngine:
     """DeepSpeed's engine over a model. Call within `DeepSpeedProcess.entered`."""
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
-    )
+    # DeepSpeed asks a launcher for the index of the device among those that the process sees.
+    index = str(next(model.parameters()).device.index or 0)
+    before, os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK"), index
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
+        )
+    finally:
+        del os.environ["LOCAL_RANK"]
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
     return engine
 
 
@@ -80,8 +83,6 @@ class DeepSpeedProcess:
         self._globals = _fresh()
         self._outer = c10d._world
         with self.entered():
-            # DeepSpeed asks for the index of the device among those that the process sees.
-            os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
             deepspeed.init_distributed(dist_backend=backend_for(device), auto_mpi_discovery=False)
 
     @contextmanager

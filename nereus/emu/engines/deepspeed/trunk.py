@@ -29,8 +29,10 @@ def make_trunk(config: DecoderConfig, device: torch.device, *, recompute: bool) 
         model.rotary_emb = type(rotary)(shape)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            one = torch.zeros((), device=device).expand(parameter.shape)
-            setattr(module, name, nn.Parameter(one))
+            placeholder = nn.Parameter(torch.zeros((), device=device).expand(parameter.shape))
+            # Else DeepSpeed broadcasts it, and there is nothing yet.
+            placeholder.ds_optim_param = True  # type: ignore[attr-defined]
+            setattr(module, name, placeholder)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
     return model
@@ -51,15 +53,6 @@ class Binding:
         for name, parameter, weight, _ in self._bound:
             assert parameter.shape == weight.shape, f"{name}: {tuple(parameter.shape)} {tuple(weight.shape)}"
             parameter.data = weight
-
-    def bind_whole(self) -> None:
-        """Bind those that AutoTP leaves whole, before DeepSpeed broadcasts them.
-
-        DeepSpeed wants float32 at first, where no precision of its own is asked for; others are bound later.
-        """
-        for _, parameter, weight, _ in self._bound:
-            if parameter.shape == weight.shape and parameter.dtype == weight.dtype:
-                parameter.data = weight
 
     def bind_gradients(self) -> None:
         """Let gradients gather in the arena, in float32; DeepSpeed drops them after each of its steps."""
