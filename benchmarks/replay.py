@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--traces", default=",".join(TRACES))
     parser.add_argument("--policies", default=",".join((*RUN, *GAMMAS)))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="traces at once")
+    parser.add_argument("--as-is", action="store_true", help="run nothing: write from what --keep has")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--plot", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help="what was measured, as JSON: it is read, and added to")
@@ -212,11 +213,15 @@ def main() -> None:
         return
     names = arguments.traces.split(",")
     whole = names == [*TRACES]
-
+    if arguments.as_is and arguments.keep is None:
+        parser.error("--as-is needs --keep")
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
 
     def measured(name: str) -> dict[str, Any]:
+        if arguments.as_is:
+            kept = arguments.keep / f"{name}.json"
+            return dict(json.loads(kept.read_text())) if kept.exists() else {}
         plot = ROOT / "docs/images/replay.png" if whole and name == "spot" else None
         return measure_apart(name, words, plot, arguments.keep)
 
