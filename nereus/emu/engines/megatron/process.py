@@ -22,16 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
 from nereus.emu.engines.torch.clock import span
-
-with warnings.catch_warnings():  # that Transformer Engine and Apex are absent is said by `nereus doctor`
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.utils import GlobalMemoryBuffer
 
 
 class _NoRandomness:
@@ -140,6 +138,7 @@ def _without_cuda() -> Iterator[None]:
             _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
             _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
         ),
+        _set(linear_with_grad_accumulation_and_async_allreduce, warned=True),  # of a setting for GPUs
         _CpuInsteadOfCuda(),
     ):
         yield
