@@ -74,10 +74,11 @@ def goals(results: Results) -> str:
             "|---|---|---|",
             *lines,
             "",
-            f"""Against `fixed` the step itself is {itself:.1%} shorter on average; the rest is restarts, stalls and work
-done again. `fixed` is planned by the same exact search and goes on choosing its micro-batches, so that tp and
-pp alone are what adapting adds to a step; where the layouts of the start serve to the end that is little.
-Where nodes vanish, `oracle` has what only it can know: it leaves a node before it is lost.
+            f"""Against `fixed` the step itself is {itself:.1%} shorter on average; the rest is
+restarts, stalls and work done again. `fixed` is planned by the same exact search and goes on
+choosing its micro-batches, so that tp and pp alone are what adapting adds to a step; where the
+layouts of the start serve to the end that is little. Where nodes vanish, `oracle` has what only it
+can know: it leaves a node before it is lost.
 """,
         ]
     )
