@@ -123,8 +123,8 @@ def engine_of(config: CampaignConfig, role: Role) -> EngineName:
 
 
 def _shares_weights(config: CampaignConfig) -> bool:
-    """Whether generation can read the arenas that training writes."""
-    return config.engines.generation == "torch" == config.engines.training
+    """Whether generation can read the arenas that training writes: both store the weights alike."""
+    return config.engines.generation == "torch" and config.engines.training in ("torch", "deepspeed")
 
 
 def _units(

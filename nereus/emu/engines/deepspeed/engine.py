@@ -92,14 +92,15 @@ class DeepSpeedTrainer:
         assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
         self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
         theta = self._state["theta"]
+        self._step, step = None, None
+        if self._grad is not None and optimizer is not None:
+            step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
         self._process = DeepSpeedProcess(groups, self._device, TIMEOUT)
         with self._process.entered():
             views = covered(theta) if self._grad is None else leaves(theta, self._grad)
             self._ends = replace(stage_weights(config, mine, views, self._process.tp_group()), layers=())
             trunk = make_trunk(config, self._device, recompute=recompute)
-            self._step = None
-            if self._grad is not None and optimizer is not None:
-                step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
+            if step is not None:
                 self._step = StepOptimizer(list(trunk.parameters()), step, self._process)
             self._engine = initialize(trunk, self._step, settings(layout))
             if layout.tp > 1:
