@@ -17,10 +17,13 @@ from prefect.cache_policies import NO_CACHE
 from nereus.emu.ballot import Vote
 from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
+from nereus.emu.kinds import optimizer_kinds
 from nereus.emu.layout import Rank
+from nereus.emu.optimizer_slices import optimizer_stage, optimizer_units
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import FromMemory, StageSpec
 from nereus.emu.transaction import Order
+from nereus.emu.unit import Unit
 from nereus.errors import NoSource, WorkerLost
 from nereus.tasks.control import control_record
 from nereus.tasks.counters import adam_steps
@@ -33,7 +36,9 @@ DEADLINE_S = 300.0  # far above any copy; a dead peer is noticed by its connecti
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
+class Move:
+    """One state that becomes another, by the keys under which workers hold them."""
+
     source: str
     target: str
     plan: ReshardPlan
@@ -43,21 +48,18 @@ class _Move:
 def copy_to_peers(job: Job) -> None:
     """Copy every trained model to workers of two nodes; an earlier copy is dropped once the new one is whole.
 
-    Says so and does nothing where a model has no second node, or its units share the optimizer's state.
+    Says so and does nothing where a model has no second node.
     Raises WorkerLost when a worker dies on the way; the earlier copies then stay.
     """
     places = [Place(rank=gpu.rank, node=gpu.node) for gpu in job.cluster.pool() if gpu.drain_at_s is None]
     trained = [spec for spec in job.stages.values() if spec.role == "training"]
     units = {spec.name: copy_units(spec, places) for spec in trained}
-    if without := [spec.name for spec in trained if spec.zero1 or not units[spec.name]]:
+    if without := [spec.name for spec in trained if not units[spec.name]]:
         job.listener.on_message(f"step {job.state.step}: no copy on a peer, there is no place for {without}")
         return
     control = control_record(job, adam_steps(job))
     with job.stage("copy to peers"):
-        moves = [
-            _Move(source=spec.name, target=copy_name(spec.name), plan=_plan(spec, units[spec.name]))
-            for spec in trained
-        ]
+        moves = [move for spec in trained for move in moves_away(spec, units[spec.name])]
         decision = _carry_out(job, moves, control.to_json())
         if decision.commits:
             before, job.copies = job.copies, Copies(control=control, units=units)
@@ -66,9 +68,24 @@ def copy_to_peers(job: Job) -> None:
             job.listener.on_message(f"step {job.state.step}: no copy on a peer: {decision.reason}")
 
 
-def _plan(spec: StageSpec, copies: Sequence[object]) -> ReshardPlan:
-    old = spec.elastic_units(spec.kinds, model=model_of(spec.name))
-    return plan_reshard(spec.tensors, old, copies, placement="as_given")  # type: ignore[arg-type]
+def moves_away(spec: StageSpec, copies: Sequence[Unit]) -> list[Move]:
+    """From the units to the copies: one state, or weights and optimizer where the units share that."""
+    model = model_of(spec.name)
+    plan = plan_reshard(
+        spec.tensors, spec.elastic_units(spec.kinds, model=model), copies, placement="as_given"
+    )
+    moves = [Move(source=spec.name, target=copy_name(spec.name), plan=plan)]
+    if spec.zero1:
+        omega = _omega_copies(spec, copies)
+        plan = plan_reshard(spec.tensors, spec.optimizer_units, omega, placement="as_given")
+        name = optimizer_stage(copy_name(spec.name))
+        moves.append(Move(source=optimizer_stage(spec.name), target=name, plan=plan))
+    return moves
+
+
+def _omega_copies(spec: StageSpec, copies: Sequence[Unit]) -> tuple[Unit, ...]:
+    layouts, kinds = [unit.layout for unit in copies], optimizer_kinds(spec.model.dtype)
+    return optimizer_units(copy_name(spec.name), model_of(spec.name), layouts, kinds, shared=False)
 
 
 def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
@@ -82,7 +99,7 @@ def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
     if copies is None or (stored is not None and stored.control.step >= copies.step):
         return False
     try:
-        moves = [_way_back(job, then[name], copies) for name in copies.units]
+        moves = _way_back(job, then, copies)
     except NoSource as error:
         job.listener.on_message(f"the copies on peers are not whole: {error}")
         return False
@@ -90,7 +107,8 @@ def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
     if not decision.commits:
         job.listener.on_message(f"cannot go back to the copies: {decision.reason}")
         return False
-    stages = _stages_at(job, then, {move.target: move.plan for move in moves}, copies)
+    plans = {move.target: move.plan for move in moves if move.target in then}
+    stages = _stages_at(job, then, plans, copies)
     job.cluster.join()
     job.weight_sync = build_stages(job.cluster, stages)
     job.stages, job.is_built = stages, True
@@ -100,13 +118,24 @@ def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
     return True
 
 
-def _way_back(job: Job, spec: StageSpec, copies: Copies) -> _Move:
-    """The plan from the copies that live. Raises NoSource when no whole one is left."""
-    units = copies.units[spec.name]
-    dead = frozenset(rank for unit in units for rank in unit.ranks) - set(job.cluster.ranks)
+def _way_back(job: Job, then: Mapping[str, StageSpec], copies: Copies) -> list[Move]:
+    held = {rank for units in copies.units.values() for unit in units for rank in unit.ranks}
+    dead = frozenset(held) - set(job.cluster.ranks)
+    return [move for name, units in copies.units.items() for move in moves_back(then[name], units, dead)]
+
+
+def moves_back(spec: StageSpec, copies: Sequence[Unit], dead: frozenset[Rank]) -> list[Move]:
+    """From the copies that live to the units of `spec`. Raises NoSource when no whole one is left."""
     new = spec.elastic_units(spec.kinds, model=model_of(spec.name))
-    plan = plan_reshard(spec.tensors, units, new, lost=dead)
-    return _Move(source=copy_name(spec.name), target=spec.name, plan=plan)
+    plan = plan_reshard(spec.tensors, copies, new, lost=dead)
+    moves = [Move(source=copy_name(spec.name), target=spec.name, plan=plan)]
+    if spec.zero1:
+        omega = replace(spec, units=tuple(unit.layout for unit in plan.new)).optimizer_units
+        old = _omega_copies(spec, copies)
+        plan = plan_reshard(spec.tensors, old, omega, lost=dead, placement="as_given")
+        name = optimizer_stage(copy_name(spec.name))
+        moves.append(Move(source=name, target=optimizer_stage(spec.name), plan=plan))
+    return moves
 
 
 def _stages_at(
@@ -127,7 +156,7 @@ def _steps_of(copies: Copies, name: str) -> int:
     return copies.control.optimizers[MODEL_OF_STAGE[name]].adam_steps
 
 
-def _carry_out(job: Job, moves: Sequence[_Move], control: str) -> Decision:
+def _carry_out(job: Job, moves: Sequence[Move], control: str) -> Decision:
     """The moves as one transaction. Raises WorkerLost when a worker died; it was aborted then."""
     cluster, epoch = job.cluster, job.cluster.next_epoch()
     movers = sorted({rank for move in moves for rank in move.plan.ranks} & set(cluster.ranks))
@@ -145,7 +174,7 @@ def _carry_out(job: Job, moves: Sequence[_Move], control: str) -> Decision:
     return decision
 
 
-def _orders(move: _Move, movers: Sequence[Rank]) -> dict[Rank, Call]:
+def _orders(move: Move, movers: Sequence[Rank]) -> dict[Rank, Call]:
     plan = move.plan
     return {
         rank: Call(
@@ -168,5 +197,6 @@ def _drop(job: Job, before: Copies | None) -> None:
     for name, units in before.units.items():
         kept = {rank for unit in job.copies.units.get(name, ()) for rank in unit.ranks}
         held = {rank for unit in units for rank in unit.ranks} & set(job.cluster.ranks)
-        call = Call("drop", (copy_name(name),))
-        job.cluster.run(dict.fromkeys(sorted(held - kept), call), what="copy")
+        for key in (copy_name(name), optimizer_stage(copy_name(name))):
+            call = Call("drop", (key,))
+            job.cluster.run(dict.fromkeys(sorted(held - kept), call), what="copy")

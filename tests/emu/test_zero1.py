@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from nereus.emu.decoder import DecoderConfig
 from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, FromStage, StageSpec
 from nereus.emu.store import Store
+from nereus.emu.transaction import Order
 from nereus.errors import NoSource
+from nereus.tasks import peer_copy, peer_places
 from nereus.tasks.stages import GENERATION
 from nereus.tasks.transition_plan import Transition, plan_transition
 from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, make_batch
@@ -172,3 +174,42 @@ def test_the_death_of_a_unit_is_refused_and_storage_is_the_remedy(tmp_path: Path
     )
     with pytest.raises(NoSource, match="last checkpoint"):
         plan_transition(now, then, lost=frozenset({2}))
+
+
+def test_copies_on_peers_bring_back_the_slice_of_a_lost_unit(driver: Driver, tmp_path: Path) -> None:
+    write_hf_folder(Random(BF16), BF16, tmp_path / "model")
+    start = shared(BF16, tmp_path / "model", tp=1, pp=1, dp=2)
+    driver.build(start)
+    driver.train(start, BATCHES[:2])
+    before = tensors(driver.save(start, tmp_path / "before", 2), BF16)
+    units = peer_places.copy_units(start, [peer_places.Place(rank=rank, node=rank) for rank in range(4)])
+    move_all(driver, peer_copy.moves_away(start, units), lost=frozenset())
+    driver.train(start, BATCHES[2:3])  # what follows the copy is lost with the unit
+
+    lost = frozenset({1})
+    then = replace(start, units=tuple(start.units[0].with_ranks((rank,)) for rank in (0, 3)))
+    back = peer_copy.moves_back(then, units, lost)
+    move_all(driver, back, lost=lost)
+    after = replace(
+        then, units=tuple(unit.layout for unit in back[0].plan.new), origin=FromMemory(step_count=2)
+    )
+    driver.build(after)
+    found = tensors(driver.save(after, tmp_path / "after", 2), BF16)
+    assert before.keys() == found.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in before.items())
+
+
+def move_all(driver: Driver, moves: Sequence[peer_copy.Move], *, lost: frozenset[int]) -> None:
+    """All moves as one committed transaction."""
+    epoch, workers = next(_epochs), driver.workers
+    movers = sorted({rank for move in moves for rank in move.plan.ranks} - lost)
+    workers.run(do, "begin_transition", epoch, workers=movers)
+    for move in moves:
+        for rank in move.plan.ranks:
+            order = Order(
+                source=move.source, target=move.target, model=move.plan.model, plan=move.plan.rank_plan(rank)
+            )
+            workers.call(rank, do, "prepare_operation", order, 30.0)
+        assert not any(workers.result(rank).reason for rank in move.plan.ranks)
+    assert all(vote.yes for vote in workers.run(do, "vote", workers=movers).values())
+    workers.run(do, "apply_decision", Decision(epoch=epoch, outcome=Outcome.COMMIT), workers=movers)

@@ -65,3 +65,18 @@ def test_the_last_replica_comes_back_from_a_peer_with_fewer_steps_redone_than_fr
         assert [r.stats["loss/actor"] for r in records] == pytest.approx(
             [r.stats["loss/actor"] for r in still], abs=1e-4
         )
+
+
+def test_a_shared_optimizer_survives_the_loss_of_a_unit_by_its_copy(make_config: Make) -> None:
+    parts = PARTS | {
+        "plan": {"actor_training": {"dp": 2, "gpus": [0, 2]}, "actor_generation": {"dp": 2, "gpus": [2, 3]}},
+        "optimizer": {"zero1": True},
+        "checkpoint": {"every_steps": 6, "peer_copy_steps": 5},
+    }
+    still = read_records(campaign(make_config(name="still", **parts)).metrics)
+    records, (emergency,) = _struck(make_config(name="struck", **parts))
+    assert (emergency.way, emergency.gone, emergency.steps_redone) == (Way.PEER_COPY, [0, 1], 0)
+    assert [r.response_tokens for r in records] == [r.response_tokens for r in still]
+    assert [r.stats["loss/actor"] for r in records] == pytest.approx(
+        [r.stats["loss/actor"] for r in still], abs=1e-4
+    )
