@@ -67,6 +67,7 @@ def test_the_last_replica_comes_back_from_a_peer_with_fewer_steps_redone_than_fr
         )
 
 
+@pytest.mark.slow
 def test_a_shared_optimizer_survives_the_loss_of_a_unit_by_its_copy(make_config: Make) -> None:
     parts = PARTS | {
         "plan": {"actor_training": {"dp": 2, "gpus": [0, 2]}, "actor_generation": {"dp": 2, "gpus": [2, 3]}},
