@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -31,7 +32,16 @@ from nereus.planner.signals import Gpu, SignalHistory, Signals, Switch
 from nereus.planner.stage_gains import StageGains
 from nereus.planner.transition_time import FixedCosts
 from nereus.planner.triggers import limits
-from nereus.planner.workload import Algorithm, Model, ModelShapes, ModelStage, Recompute, Stage, Workload
+from nereus.planner.workload import (
+    Algorithm,
+    Attention,
+    Model,
+    ModelShapes,
+    ModelStage,
+    Recompute,
+    Stage,
+    Workload,
+)
 from nereus.tasks.device import device
 from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, REWARD, TRAINING, StageModel
 
@@ -164,6 +174,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         old_logprobs=config.rescores,
         zero1=config.optimizer.zero1,
         equal_parts=config.engines.training != "torch",
+        attention=_attention(config),
     )
     return PlanRequest(
         workload=workload,
@@ -177,6 +188,14 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         ),
         fixed=_fixed_by_engine(config, models),
     )
+
+
+def _attention(config: CampaignConfig) -> Attention:
+    """Megatron's own layers make score matrices; those of Transformer Engine, and other engines, do not."""
+    if config.engines.training != "megatron":
+        return Attention.FUSED
+    fused = device(config) == "cuda" and find_spec("transformer_engine") is not None
+    return Attention.FUSED if fused else Attention.EAGER
 
 
 def _fixed_by_engine(config: CampaignConfig, models: Mapping[str, StageModel]) -> tuple[Fix, ...]:
@@ -269,7 +288,7 @@ def signals_after(
 
 
 def neutral_terms(adapter: Adapter, response: LengthDistribution) -> dict[ModelStage, Mapping[str, float]]:
-    """Seconds by term of every model-stage under the plan in force, as the cost model has them uncorrected."""
+    """Seconds by term of every model-stage under the plan in force, by the uncorrected cost model."""
     workload, seated = adapter.controller.request.workload.with_response(response), adapter.seated
     return {
         item.model_stage: stage_time(
