@@ -94,6 +94,29 @@ COMMANDS = (
         examples=("nereus watch demo-grpo", "nereus watch /runs/llama-3.1-8b-ppo --once"),
     ),
     Command(
+        name="pause",
+        target="nereus.cli.intervene:pause",
+        line="Pause a running campaign before its next step; it keeps its GPUs.",
+        examples=("nereus pause demo-grpo",),
+    ),
+    Command(
+        name="suspend",
+        target="nereus.cli.intervene:suspend",
+        line="Suspend a running campaign: checkpoint, free the GPUs, end.",
+        examples=("nereus suspend demo-grpo",),
+    ),
+    Command(
+        name="resume",
+        target="nereus.cli.intervene:resume",
+        line="Resume a paused or suspended campaign, changed if you like.",
+        examples=(
+            "nereus resume demo-grpo",
+            "nereus resume demo-grpo learning_rate=1e-6 steps=2000",
+            'nereus resume demo-grpo max_gpus=8 "forbid=[actor.training=tp8pp1]"',
+            'nereus resume demo-grpo "plan.actor_training={tp: 4, dp: 2}"',
+        ),
+    ),
+    Command(
         name="deploy",
         target="nereus.cli.deploy:deploy",
         line="Put campaigns on a Prefect server: pool, limit, deployments, schedules.",

@@ -80,6 +80,10 @@ class AdaptationConfig(Frozen):
     """Which proposed changes are admitted."""
     thresholds: Thresholds = Thresholds()
     """Which drift makes the job plan again."""
+    fixed: tuple[str, ...] = ()
+    """Choices that the planner does not have, e.g. `actor.training.tp=2` or `actor.training.avoid=tp4pp2`;
+    `nereus plan --fix` reads the same.
+    """
     drain_margin_s: float = Field(default=30.0, ge=0)
     """Seconds before a drain deadline by which the job must have left the GPU."""
 

@@ -68,18 +68,20 @@ class Cluster:
         owns_ray: bool,
         timeout_s: float,
         stop: threading.Event,
+        halted: threading.Event | None = None,
     ) -> None:
         self._make = make
         self._actors: dict[Rank, Any] = {}
         self._nodes: dict[Rank, str] = {}
         self._newest: Rank = -1
         self._starting: dict[Any, _Starting] = {}
+        self._released_s: dict[Rank, float] = {}
         self._store = store
         self._owns_ray = owns_ray
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._busy_s: dict[str, float] = {}
-        self._halted = threading.Event()
+        self._halted = halted or threading.Event()
         self.stop = stop
         self.coordinator = Coordinator(StoreRecord(store.client))
         self._epoch = 0
@@ -95,11 +97,13 @@ class Cluster:
         threads: int,
         timeout_s: float,
         stop: threading.Event,
+        halted: threading.Event | None = None,
     ) -> Cluster:
         """Connect to Ray (or start a private one for `address="local"`) and start one worker for each GPU.
 
         On `device="cpu"` GPUs are logical: a private Ray is told of `max_workers` of them. `timeout_s` bounds
-        every collective. `stop` ends every wait when it is set.
+        every collective. `stop` ends every wait when it is set; `halted` is what `halt` sets, for others that
+        wait.
         """
         owns = not ray.is_initialized()
         private = address == "local"
@@ -120,6 +124,7 @@ class Cluster:
             owns_ray=owns,
             timeout_s=timeout_s,
             stop=stop,
+            halted=halted,
         )
         started = cluster._start_all(num_workers)
         if len(started) < num_workers:
@@ -188,6 +193,10 @@ class Cluster:
         for rank in ranks:
             ray.kill(self._actors.pop(rank))
 
+    def release(self, ranks: Iterable[Rank]) -> None:
+        """Call these workers' GPUs drained from now on: `pool` says so, whoever plans leaves them."""
+        self._released_s |= dict.fromkeys(ranks, time.time())
+
     @property
     def num_free_gpus(self) -> int:
         """GPUs of the Ray cluster that nobody uses, on nodes that stay."""
@@ -203,12 +212,15 @@ class Cluster:
             PooledGpu(
                 rank=rank,
                 node=numbers[self._nodes[rank]],
-                drain_at_s=deadlines_ms[self._nodes[rank]] / 1e3
-                if self._nodes[rank] in deadlines_ms
-                else None,
+                drain_at_s=self._drain_at_s(rank, deadlines_ms),
             )
             for rank in self.ranks
         )
+
+    def _drain_at_s(self, rank: Rank, deadlines_ms: Mapping[str, int]) -> float | None:
+        node = self._nodes[rank]
+        known = [deadlines_ms[node] / 1e3] if node in deadlines_ms else []
+        return min([*known, *([self._released_s[rank]] if rank in self._released_s else [])], default=None)
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

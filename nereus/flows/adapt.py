@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from nereus.flows import events
 from nereus.flows.transition import move_to
 from nereus.record.decisions import append_decision
 from nereus.tasks.adapt import seated_stages, signals_after
@@ -23,8 +24,7 @@ def adapt(job: Job) -> None:
     """
     adapter, measured = job.adapter, job.measured
     assert adapter is not None, "the job adapts"
-    take_new_gpus(job)
-    end_drained(job)
+    follow_pool(job)
     if measured is None:
         return
     signals = signals_after(
@@ -39,6 +39,8 @@ def adapt(job: Job) -> None:
     outcome = adapter.observe(signals)
     if outcome.decision is not None:
         append_decision(job.config.run_folder, outcome.decision.to_json())
+        job.decided = job.state.step
+        events.plan_decided(job, outcome.decision)
         verdict = "moves" if outcome.decision.admit else "stays"
         job.listener.on_message(f"before step {job.state.step}: {verdict}; {outcome.decision.why}")
     if not outcome.moves:
@@ -47,4 +49,10 @@ def adapt(job: Job) -> None:
     started = time.perf_counter()
     if move_to(job, seated_stages(job.stages, outcome.seated)):
         adapter.settle(outcome, time.perf_counter() - started)
-        end_drained(job)
+        follow_pool(job)
+
+
+def follow_pool(job: Job) -> None:
+    """Take the GPUs that have come, give back those that go away, and tell of both."""
+    events.pool_changed(job, "grew", take_new_gpus(job), "workers came up")
+    events.pool_changed(job, "shrank", end_drained(job), "given back")

@@ -8,6 +8,7 @@ from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
 from nereus.flows.adapt import adapt
+from nereus.flows.intervene import boundary, resumed_config, was_suspended
 from nereus.flows.live import shown_live
 from nereus.flows.recovery import surviving
 from nereus.flows.run_log import logged
@@ -66,10 +68,17 @@ def campaign(
     Raises ConfigError, ModelError, DataError or CheckpointError before any actor starts; StageFailed or
     WorkerLost from a step, whose effects are then in no checkpoint.
     """
+    config = resumed_config(config)
     prepared = prepare_campaign(config)
     resume = resume or ((continuing or is_rerun()) and newest_checkpoint(config) is not None)
-    with logged(), shown_live(config), gpus_held(config), open_job(prepared, resume=resume) as job:
-        run_steps(job, last_step(job, max_steps))
+    with (
+        logged(),
+        shown_live(config),
+        gpus_held(config),
+        open_job(prepared, resume=resume) as job,
+        boundary() as between,
+    ):
+        run_steps(job, None if max_steps is None else job.state.step + max_steps, between)
         assert job.checkpoint is not None, "a finished run has a checkpoint"
         return CampaignResult(
             steps=job.state.step,
@@ -83,24 +92,26 @@ def campaign(
 
 def is_rerun() -> bool:
     """Whether this flow run has run before: it crashed, or was suspended."""
-    return int(flow_run.run_count or 0) > 1
+    return int(flow_run.run_count or 0) > 1 or was_suspended()
 
 
-def last_step(job: Job, max_steps: int | None) -> int:
-    """Where this run ends."""
-    return job.config.steps if max_steps is None else min(job.config.steps, job.state.step + max_steps)
+def last_step(job: Job, stop: int | None) -> int:
+    """Where this run ends: after `stop` steps, if the campaign has as many."""
+    return job.config.steps if stop is None else min(job.config.steps, stop)
 
 
-def run_steps(job: Job, last: int | None = None) -> None:
-    """Run every step up to `last`, the campaign's by default. Workers that die are done without."""
-    last = job.config.steps if last is None else last
+def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] = lambda job: None) -> None:
+    """Run every step up to `stop`, the campaign's last by default. Workers that die are done without. Before
+    a step, `between` may pause the run and change it.
+    """
     last_step_s: float | None = None
-    while job.state.step < last:
+    while job.state.step < last_step(job, stop):
+        between(job)
         surviving(job, follow_plan if job.adapter is None else adapt)
         record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
         job.finish_step(record)
         last_step_s = record.step_s
-        surviving(job, partial(save_if_due, last=last))
+        surviving(job, partial(save_if_due, last=last_step(job, stop)))
         surviving(job, copy_if_due)
 
 

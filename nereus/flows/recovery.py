@@ -23,6 +23,7 @@ from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
 from nereus.emu.stage import StageSpec
 from nereus.errors import NoSource, StageFailed, TransportError, WorkerLost
+from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.transition import carry_out
 from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
@@ -61,6 +62,7 @@ def surviving(job: Job, act: Callable[[Job], R]) -> R:
                 raise
             emergency.gone |= gone
             emergency.attempts += 1
+            events.pool_changed(job, "shrank", gone, "workers died")
             job.listener.on_message(f"step {job.state.step}: workers {sorted(gone)} are gone ({error})")
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from prefect import Task
+from prefect.utilities.annotations import quote
 
 from nereus.config import Tracking
 
@@ -66,9 +67,14 @@ class TaskRuns:
     """Every stage is a task run of the current flow run."""
 
     def start(self, stage: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Submit to the flow's task runner."""
-        future: Future[R] = stage.submit(*args, **kwargs)
-        return future
+        """Submit to the flow's task runner.
+
+        Prefect looks for futures in everything that a task is given, through all of the job's dataclasses;
+        none of ours holds any, and what is quoted is passed on as it is.
+        """
+        values = {name: quote(value) for name, value in kwargs.items()}
+        submit: Callable[..., Future[R]] = stage.submit
+        return submit(*map(quote, args), **values)
 
 
 class PlainCalls:

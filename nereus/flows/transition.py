@@ -15,6 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.emu.decision import Decision
 from nereus.emu.stage import StageSpec
+from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
 from nereus.planner.backoff import after_abort
 from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
@@ -87,6 +88,7 @@ def carry_out(job: Job, transition: Transition) -> Decision:
     attempt = Attempt(job, transition)
     picture = draw(job, transition, attempt.epoch)
     job.listener.on_message(f"before step {job.state.step}: {transition.text}")
+    events.transition(job, "begun", attempt.epoch, transition.text, {"bytes": transition.bytes})
     try:
         with job.stage("move"):
             operations = run_operations(attempt)
@@ -100,6 +102,9 @@ def carry_out(job: Job, transition: Transition) -> Decision:
             _back_off(job, transition, decision)
             seconds = time.perf_counter() - started
             _record(job, transition, decision, before, operations, picture, seconds)
+            outcome: events.Outcome = "committed" if decision.commits else "aborted"
+            numbers = {"bytes": transition.bytes, "seconds": seconds}
+            events.transition(job, outcome, attempt.epoch, decision.reason or transition.text, numbers)
     except BaseException:
         job.cluster.halt()  # the task runner waits for its threads; `reap` lifts it
         raise

@@ -1,7 +1,8 @@
-"""Choices that are made beforehand: "tp=4", "actor.training.pp=2", "critic.gpu=A100-80"."""
+"""Choices that are made beforehand: "tp=4", "actor.training.pp=2", "critic.gpu=A100-80", "avoid=tp8pp1"."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,9 +22,12 @@ class Choice(StrEnum):
     MICRO_BATCH = "micro_batch"
     RECOMPUTE = "recompute"
     MAX_RESIDENT = "max_resident"
+    AVOID = "avoid"
+    """A layout that is left out, e.g. `tp4pp2`; several may be."""
 
 
-_WORDS = (Choice.GPU, Choice.RECOMPUTE)
+_WORDS = (Choice.GPU, Choice.RECOMPUTE, Choice.AVOID)
+_CUT = re.compile(r"tp(\d+)\s*pp(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,8 @@ def parse_fix(text: str) -> Fix:
     if choice in _WORDS:
         if choice is Choice.RECOMPUTE and value not in [*Recompute]:
             raise ConfigError(explain(what, rule=f"recompute is one of {', '.join(Recompute)}"))
+        if choice is Choice.AVOID and _CUT.fullmatch(value) is None:
+            raise ConfigError(explain(what, rule="avoid names a layout, e.g. tp4pp2"))
         return Fix(scope=scope, choice=choice, value=value)
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(explain(what, rule=f"{choice} is a whole number of at least 1"))
@@ -73,6 +79,16 @@ def parse_fix(text: str) -> Fix:
 def parse_fixes(text: str) -> tuple[Fix, ...]:
     """Read several, divided by commas."""
     return tuple(parse_fix(part) for part in text.split(",") if part.strip())
+
+
+def avoided(fixed: Iterable[Fix], model_stage: ModelStage) -> frozenset[tuple[int, int]]:
+    """The (tp, pp) that are left out of a model-stage's layouts."""
+    cuts = (
+        _CUT.fullmatch(str(fix.value))
+        for fix in fixed
+        if fix.choice is Choice.AVOID and fix.covers(model_stage)
+    )
+    return frozenset((int(cut[1]), int(cut[2])) for cut in cuts if cut is not None)
 
 
 def chosen(fixed: Iterable[Fix], model_stage: ModelStage, choice: Choice) -> int | str | None:

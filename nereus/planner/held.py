@@ -25,7 +25,7 @@ from nereus.planner.workload import ModelStage, Recompute, Workload
 GRID = 1.03
 """Lengths that are looked ahead to lie this factor, or a power of it, from those of now."""
 Sizes = tuple[tuple[ModelStage, int, int, int], ...]
-_LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS, Choice.GPU)
+_LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS, Choice.GPU, Choice.AVOID)
 
 
 def priced(request: PlanRequest, largest: ClusterProfile | None = None) -> Priced:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nereus.emu.decoder import DecoderConfig
 from nereus.errors import ConfigError, explain
-from nereus.planner.fixed import Choice, Fix, chosen_number
+from nereus.planner.fixed import Choice, Fix, avoided, chosen_number
 from nereus.planner.profile import GpuPool
 from nereus.planner.workload import ModelStage, Stage, Workload
 
@@ -81,9 +81,12 @@ def layouts(
     )
     tensor = [size for size in _tensor_sizes(model_stage, workload, pool) if tp in (None, size)]
     stages = pipeline_sizes(shape, space) if pp is None else [pp]
+    left_out = avoided(fixed, model_stage)
     rows: list[tuple[int, int, int]] = []
     for t in tensor:
         for p in stages:
+            if (t, p) in left_out:
+                continue
             most = pool.num_gpus // (t * p)
             counts = [dp] if dp is not None else unit_counts(model_stage, workload, most, space)
             if gpus is not None:

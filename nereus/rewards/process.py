@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus.config import PythonReward, ReasoningGymReward
-from nereus.errors import DataError, explain
+from nereus.errors import Cancelled, DataError, explain
 from nereus.rewards.child import Child
 from nereus.rewards.environment import without_secrets
 from nereus.rewards.function import RewardRequest, RewardResult
@@ -34,15 +34,20 @@ WAKE_S = (
 GYM_TARGET = "nereus.rewards.gym_score:score"
 
 
-def reward_process(config: PythonReward | ReasoningGymReward) -> ProcessReward:
-    """The reward that the campaign asks for; `start` loads the function."""
+def reward_process(
+    config: PythonReward | ReasoningGymReward, *, stop: threading.Event | None = None
+) -> ProcessReward:
+    """The reward that the campaign asks for; `start` loads the function. `stop` ends calls under way."""
     if isinstance(config, ReasoningGymReward):
-        return ProcessReward(target=GYM_TARGET, limit_s=config.timeout_s, num_processes=config.workers)
+        return ProcessReward(
+            target=GYM_TARGET, limit_s=config.timeout_s, num_processes=config.workers, stop=stop
+        )
     return ProcessReward(
         target=config.function,
         limit_s=config.timeout_s,
         num_processes=config.workers,
         batched=config.batched,
+        stop=stop,
     )
 
 
@@ -66,16 +71,25 @@ class ProcessReward:
 
     One call may take `limit_s` seconds; loading the function is not counted. Responses are scored in no
     particular order by up to `num_processes` processes; a batched function gets all of them in one call in
-    one process.
+    one process. Once `stop` is set, calls under way end within half a second.
     """
 
-    def __init__(self, *, target: str, limit_s: float, num_processes: int = 1, batched: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        target: str,
+        limit_s: float,
+        num_processes: int = 1,
+        batched: bool = False,
+        stop: threading.Event | None = None,
+    ) -> None:
         self._target, self._batched, self._limit_s = target, batched, limit_s
         self._num_processes = 1 if batched else num_processes
         self._environment = without_secrets(os.environ)
         self._seats: list[_Seat] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._stop = stop or threading.Event()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -91,7 +105,7 @@ class ProcessReward:
 
     def score(self, requests: Sequence[RewardRequest]) -> tuple[RewardResult, ...]:
         """One result for each request, in order; see `RewardFunction`. Raises DataError if the function can't
-        be loaded.
+        be loaded, Cancelled when the stop flag is set.
         """
         with self._lock:
             results: list[RewardResult | None] = [None] * len(requests)
@@ -99,6 +113,8 @@ class ProcessReward:
             waiting = deque([tuple(indices)] if self._batched and requests else [(i,) for i in indices])
             try:
                 while waiting or any(seat.job for seat in self._seats):
+                    if self._stop.is_set():
+                        raise Cancelled(explain("stopped while rewards were computed"))
                     self._fill()
                     for seat in self._seats:
                         if waiting and seat.ready and not seat.job:

@@ -22,7 +22,7 @@ from nereus.planner.adapt import Controller, Review, first, review
 from nereus.planner.calibrate import Calibrator
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.cost import stage_time
-from nereus.planner.fixed import Choice, Fix
+from nereus.planner.fixed import Choice, Fix, parse_fix
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.policies.configured import policy_of
 from nereus.planner.profile import ClusterProfile, builtin_gpus
@@ -186,7 +186,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
             recomputes=(recompute,),
             max_residents=(None,),
         ),
-        fixed=_fixed_by_engine(config, models),
+        fixed=_fixed(config, models),
     )
 
 
@@ -198,12 +198,15 @@ def _attention(config: CampaignConfig) -> Attention:
     return Attention.FUSED if fused else Attention.EAGER
 
 
-def _fixed_by_engine(config: CampaignConfig, models: Mapping[str, StageModel]) -> tuple[Fix, ...]:
-    """What the training engine leaves no choice of: DeepSpeed has no pipeline for these models."""
+def _fixed(config: CampaignConfig, models: Mapping[str, StageModel]) -> tuple[Fix, ...]:
+    """What was fixed beforehand, and what the training engine leaves no choice of: DeepSpeed has no pipeline
+    for these models.
+    """
+    given = () if config.adaptation is None else tuple(map(parse_fix, config.adaptation.fixed))
     if config.engines.training != "deepspeed":
-        return ()
+        return given
     cut = [name for name, stage in models.items() if stage.role != "generation"]
-    return tuple(Fix(scope=name, choice=Choice.PP, value=1) for name in cut)
+    return (*given, *(Fix(scope=name, choice=Choice.PP, value=1) for name in cut))
 
 
 def cluster_of(config: CampaignConfig) -> ClusterProfile:

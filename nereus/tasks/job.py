@@ -106,6 +106,8 @@ class Job:
     """The model-stages to move to, of the transition that was asked for last."""
     back_off: BackOff | None = None
     """The plan to which the last transition was aborted, and until when it is not tried again."""
+    decided: int | None = None
+    """The step before which the planner decided last."""
     copies: Copies | None = None
     """The newest copies of the trained models in the memory of peers."""
 
@@ -163,11 +165,11 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
     state = restored_state(checkpoint)
     planned = prepared.stages_at(state.step)
     stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
-    stop = threading.Event()
+    stop, halted = threading.Event(), threading.Event()
     listener = current_listener.get()
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(config.run_folder, first_step=state.step))
-        reward = stack.enter_context(_reward(prepared))
+        reward = stack.enter_context(_reward(prepared, halted))
         listener.on_message(f"starting {config.cluster.gpus} workers")
         cluster = Cluster.start(
             address=config.cluster.address,
@@ -177,6 +179,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             threads=config.cluster.threads,
             timeout_s=config.cluster.timeout_s,
             stop=stop,
+            halted=halted,
         )
         stack.callback(cluster.close)
         stack.callback(stop.set)
@@ -259,7 +262,7 @@ def sync_calls(ranks: Iterable[Rank]) -> dict[Rank, Call]:
     return dict.fromkeys(ranks, call)
 
 
-def _reward(prepared: Prepared) -> AbstractContextManager[RewardFunction | None]:
-    """The reward's processes, or nothing where a reward model scores."""
+def _reward(prepared: Prepared, halted: threading.Event) -> AbstractContextManager[RewardFunction | None]:
+    """The reward's processes, or nothing where a reward model scores; `halted` ends calls under way."""
     reward = prepared.config.reward
-    return nullcontext() if reward.kind == "model" else reward_process(reward)
+    return nullcontext() if reward.kind == "model" else reward_process(reward, stop=halted)

@@ -24,8 +24,17 @@ def take_new_gpus(job: Job) -> tuple[Rank, ...]:
     return new
 
 
-def end_drained(job: Job) -> None:
-    """End the workers on nodes that go away, once no model-stage lies on them."""
+def beyond(job: Job, most: int) -> tuple[Rank, ...]:
+    """The workers that a job with at most so many GPUs gives back: unused ones first, then the newest."""
+    used = {rank for spec in job.stages.values() for rank in spec.ranks}
+    leaving = {gpu.rank for gpu in job.cluster.pool() if gpu.drain_at_s is not None}
+    staying = [rank for rank in job.cluster.ranks if rank not in leaving]
+    order = sorted(staying, key=lambda rank: (rank in used, -rank))
+    return tuple(order[: max(0, len(staying) - most)])
+
+
+def end_drained(job: Job) -> tuple[Rank, ...]:
+    """End the workers on GPUs that go away, once no model-stage lies on them; returns them."""
     used = {rank for spec in job.stages.values() for rank in spec.ranks}
     drained = [gpu.rank for gpu in job.cluster.pool() if gpu.drain_at_s is not None and gpu.rank not in used]
     if drained:
@@ -33,3 +42,4 @@ def end_drained(job: Job) -> None:
             f"before step {job.state.step}: workers {drained} leave their node before it ends"
         )
     job.cluster.end(drained)
+    return tuple(drained)

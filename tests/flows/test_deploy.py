@@ -136,6 +136,7 @@ def worker(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts process workers of the pool; those that live are ended by their pid."""
     started: list[subprocess.Popen[bytes]] = []
     environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         "PREFECT_API_URL": str(PREFECT_API_URL.value()),
         "PREFECT_HOME": str(tmp_path / "home"),
         "PREFECT_WORKER_QUERY_SECONDS": "1",

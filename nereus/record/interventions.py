@@ -1,0 +1,43 @@
+"""What people changed while a run ran: `interventions.jsonl`, a line for each pause and suspension.
+
+A run that is continued replays the lines that were taken, so it goes on with what it was changed to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+INTERVENTIONS_FILE = "interventions.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterventionRecord:
+    """One intervention before `step`. `waits` is set while a suspended run has not been resumed."""
+
+    step: int
+    kind: Literal["pause", "suspend"]
+    changes: Mapping[str, Any]
+    """What was asked for, without what stays as it is."""
+    taken: bool
+    why: str = ""
+    """Why it was refused."""
+    waits: str = ""
+    """The flow run that is to be resumed and the key of its input, `RUN KEY`."""
+
+
+def append_intervention(run_folder: Path, record: InterventionRecord) -> None:
+    """Add a line and flush it."""
+    with (run_folder / INTERVENTIONS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+
+
+def read_interventions(run_folder: Path) -> list[InterventionRecord]:
+    """All of a run, in order; empty where there were none."""
+    path = run_folder / INTERVENTIONS_FILE
+    if not path.exists():
+        return []
+    return [InterventionRecord(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
