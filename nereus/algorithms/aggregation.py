@@ -20,8 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
+
+from nereus.kernels.whiten import masked_whiten
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
@@ -118,10 +119,4 @@ def whiten(x_bt: Tensor, mask_bt: Tensor) -> Tensor:
     as in verl's `masked_whiten`; verl leaves values at unset positions and raises below two tokens, where we
     return zeros: a step whose rewards are nearly all missing then teaches nothing instead of ending the job.
     """
-    num_tokens = int(mask_bt.bool().sum())
-    if num_tokens < 2:
-        return torch.zeros_like(x_bt)
-    mean = inside(x_bt, mask_bt).sum() / num_tokens
-    centred_bt = inside(x_bt - mean, mask_bt)
-    variance = centred_bt.square().sum() / (num_tokens - 1)
-    return centred_bt * torch.rsqrt(variance + 1e-8)
+    return masked_whiten(x_bt, mask_bt.bool())

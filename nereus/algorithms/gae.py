@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import inside
+from nereus.kernels.scan import gae_scan
 
 
 @torch.no_grad()
@@ -27,14 +28,5 @@ def gae(
     are.
     """
     set_bt = mask_bt.bool()
-    rewards_bt, values_bt = inside(rewards_bt, set_bt), inside(values_bt, set_bt)
-    advantages_bt = torch.zeros_like(values_bt)
-    next_value_b = torch.zeros_like(values_bt[:, 0])
-    next_advantage_b = torch.zeros_like(next_value_b)
-    for t in reversed(range(values_bt.shape[1])):
-        delta_b = rewards_bt[:, t] + gamma * next_value_b - values_bt[:, t]
-        advantage_b = delta_b + gamma * lam * next_advantage_b
-        next_value_b = torch.where(set_bt[:, t], values_bt[:, t], next_value_b)
-        next_advantage_b = torch.where(set_bt[:, t], advantage_b, next_advantage_b)
-        advantages_bt[:, t] = next_advantage_b
-    return inside(advantages_bt, set_bt), inside(advantages_bt + values_bt, set_bt)
+    advantages_bt = gae_scan(rewards_bt, values_bt, set_bt, gamma=gamma, lam=lam)
+    return advantages_bt, inside(advantages_bt + values_bt, set_bt)

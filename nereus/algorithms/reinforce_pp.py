@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nereus.algorithms.aggregation import inside, whiten
+from nereus.algorithms.aggregation import whiten
 from nereus.algorithms.groups import group_statistics
+from nereus.kernels.scan import discounted_returns
 
 
 @torch.no_grad()
@@ -20,13 +21,7 @@ def reinforce_pp_advantages(rewards_bt: Tensor, mask_bt: Tensor, *, gamma: float
     position: tool output inside a response neither discounts nor ends a return.
     """
     set_bt = mask_bt.bool()
-    rewards_bt = inside(rewards_bt, set_bt)
-    returns_bt = torch.zeros_like(rewards_bt)
-    to_come_b = torch.zeros_like(rewards_bt[:, 0])
-    for t in reversed(range(rewards_bt.shape[1])):
-        to_come_b = torch.where(set_bt[:, t], rewards_bt[:, t] + gamma * to_come_b, to_come_b)
-        returns_bt[:, t] = to_come_b
-    return whiten(returns_bt, set_bt)
+    return whiten(discounted_returns(rewards_bt, set_bt, gamma=gamma), set_bt)
 
 
 @torch.no_grad()

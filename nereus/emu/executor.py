@@ -40,6 +40,7 @@ from nereus.emu.transport.protocol import (
     Transport,
 )
 from nereus.errors import InvalidOperation, TransportError, explain
+from nereus.kernels.regions import copy_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +217,7 @@ class _Run:
         for landing in landings:
             landing.pending.wait(self.deadline)
             if landing.staging is not None:
-                for live, slot in landing.unpack:
-                    live.copy_(slot)
+                copy_regions([(slot, live) for live, slot in landing.unpack])
                 self._staging_bytes -= landing.staging.numel()
                 self.pool.give(landing.staging)
 
@@ -265,11 +265,12 @@ class _Run:
         return found
 
     def _copy(self, chunk: Chunk) -> None:
-        for copy in chunk.copies:
-            source = self._at(copy.source, copy.move.source.name)
-            target = self._at(copy.target, copy.move.target.name)
-            target.copy_(source)
-            self.copied_bytes += target.numel() * target.element_size()
+        pairs = [
+            (self._at(copy.source, copy.move.source.name), self._at(copy.target, copy.move.target.name))
+            for copy in chunk.copies
+        ]
+        copy_regions(pairs)
+        self.copied_bytes += sum(target.numel() * target.element_size() for _, target in pairs)
 
     def _at(self, region: Region, kind: str) -> Tensor:
         state = self.old if region.side == "old" else self.new
@@ -284,8 +285,7 @@ class _Run:
 
 def _packed(pairs: Pairs) -> Pairs:
     """Fill the slots; nothing is left to unpack."""
-    for live, slot in pairs:
-        slot.copy_(live)
+    copy_regions(pairs)
     return []
 
 

@@ -4,7 +4,7 @@ Letters: b rows, t positions.
 
 Both are linear recurrences, A_t = c_t A_{t+1} + d_t with c_t = 1, d_t = 0 at unset positions. The Triton form
 takes a row a program, in tiles from the end, and within a tile an associative scan (Blelloch 1990) of pairs
-(c, d); the twin of `gae` is `nereus.algorithms.gae`, whose loop launches a handful of kernels a position.
+(c, d); its twin's loop launches a handful of kernels a position.
 
 Tolerance of the Triton form: 1e-5 relative to the largest |A| of the row, for the sums run in another order.
 """

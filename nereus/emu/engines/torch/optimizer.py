@@ -2,7 +2,8 @@
 
 The update is elementwise over contiguous tensors, so its bits do not depend on how a model is cut. Weight
 decay applies to every weight, as in torch and verl. Half-precision weights are rounded copies of a float32
-master.
+master. On a GPU one kernel makes the whole pass, rounded copy included; on a CPU torch's fused form is the
+faster one. The two agree to float32 rounding (tests/emu/engines/test_optimizer.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from nereus.emu.arena import ShardState
+from nereus.kernels.adamw import adamw_
+from nereus.kernels.dispatch import runs_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,20 @@ def clip(grad: Tensor, norm: float, max_norm: float | None) -> None:
 def step(state: ShardState, grad: Tensor, settings: AdamW, *, learning_rate: float, step_count: int) -> None:
     """Step number `step_count` (from 1): moments, then weights, in place; `grad` is a flat float32 arena."""
     weights = state["master"] if "master" in state.arenas else state["theta"]
+    if runs_triton(weights.flat):
+        adamw_(
+            weights.flat,
+            grad,
+            state["exp_avg"].flat,
+            state["exp_avg_sq"].flat,
+            None if weights is state["theta"] else state["theta"].flat,
+            learning_rate=learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            step_count=step_count,
+        )
+        return
     adamw(
         [weights.flat],
         [grad],
