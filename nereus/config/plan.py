@@ -90,6 +90,15 @@ class PlanChange(Frozen):
     """The plan from then on."""
 
 
+class BrokerConfig(Frozen):
+    """How a campaign takes part in the sharing of a pool."""
+
+    unit: int = Field(default=1, ge=1)
+    """GPUs that come and go together, e.g. a node's."""
+    weight: float = Field(default=1.0, gt=0)
+    """What a share of this campaign's time is worth, beside that of others."""
+
+
 class ClusterConfig(Frozen):
     """The Ray cluster and its GPUs."""
 
@@ -111,6 +120,11 @@ class ClusterConfig(Frozen):
     """Name of the Prefect server's global concurrency limit that counts the GPUs which campaigns share
     (made by `nereus deploy`). A campaign waits there for its GPUs; a server without this limit makes none
     wait.
+    """
+    broker: BrokerConfig | None = None
+    """Share the GPUs of `gpu_limit` with other campaigns: `gpus` are always held, more up to `max_gpus` come
+    and go as the pool's broker (the flow `broker`) grants them. Needs `adaptation`. Without it, the campaign
+    holds `max_gpus` of the limit all along.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` makes the GPUs logical: worker processes on cores, with gloo. `auto` takes cuda where there is

@@ -13,7 +13,7 @@ from nereus.record.decisions import append_decision
 from nereus.tasks.adapt import seated_stages, signals_after
 from nereus.tasks.job import Job
 from nereus.tasks.options import follow_options
-from nereus.tasks.pool import end_drained, take_new_gpus
+from nereus.tasks.pool import end_drained, follow_grant, take_new_gpus
 
 
 def adapt(job: Job) -> None:
@@ -53,6 +53,7 @@ def adapt(job: Job) -> None:
 
 
 def follow_pool(job: Job) -> None:
-    """Take the GPUs that have come, give back those that go away, and tell of both."""
+    """Take the GPUs that have come, give back those that go away, and tell of both and of what is held."""
     events.pool_changed(job, "grew", take_new_gpus(job), "workers came up")
     events.pool_changed(job, "shrank", end_drained(job), "given back")
+    follow_grant(job)

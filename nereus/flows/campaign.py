@@ -33,6 +33,7 @@ from nereus.tasks.job import Job, open_job
 from nereus.tasks.peer_copy import copy_to_peers
 from nereus.tasks.prepare import prepare_campaign
 from nereus.tasks.resume import newest_checkpoint
+from nereus.tasks.share import gpus_shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +76,11 @@ def campaign(
         logged(),
         shown_live(config),
         gpus_held(config),
+        gpus_shared(config) as share,
         open_job(prepared, resume=resume) as job,
         boundary() as between,
     ):
+        job.share = share
         run_steps(job, None if max_steps is None else job.state.step + max_steps, between)
         assert job.checkpoint is not None, "a finished run has a checkpoint"
         return CampaignResult(

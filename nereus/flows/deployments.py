@@ -1,6 +1,6 @@
 """What `nereus deploy` puts on a Prefect server, as values: pool, GPU limit, deployments, automations.
 
-worker process ◀─ work pool `nereus` ◀─ deployments: campaign, plan, and one a scheduled campaign file
+worker process ◀─ work pool `nereus` ◀─ deployments: campaign, plan, broker, one a scheduled campaign file
 GPUs           ◀─ limit `nereus-gpus`: campaigns wait there
 automations: a run whose heartbeat stopped is crashed; a campaign starts when GPUs appear (off until enabled)
 """
@@ -20,7 +20,9 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
 from nereus.config import CampaignConfig
+from nereus.flows.broker import broker
 from nereus.flows.campaign import campaign
+from nereus.flows.events import POOL_CHANGED
 from nereus.flows.plan import plan
 
 POOL = "nereus"
@@ -42,6 +44,8 @@ class Deployed:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     cron: str | None = None
     interval_s: float | None = None
+    alone: bool = False
+    """Whether a second run waits for the first."""
 
     @property
     def full_name(self) -> str:
@@ -58,6 +62,12 @@ def common() -> tuple[Deployed, ...]:
             description="Post-train a language model. Fill in the form: models, prompts, reward, steps.",
         ),
         Deployed(flow=plan, name="plan", description="Find the fastest parallelism for a job. Needs no GPU."),
+        Deployed(
+            flow=broker,
+            name="broker",
+            description="Share GPUs out among campaigns with cluster.broker, until it is cancelled.",
+            alone=True,
+        ),
     )
 
 
@@ -73,6 +83,7 @@ def scheduled(
         parameters={"config": config.model_dump(mode="json"), "continuing": True, "max_steps": max_steps},
         cron=cron,
         interval_s=interval_s,
+        alone=True,
     )
 
 
@@ -124,7 +135,7 @@ def start_when_gpus_appear(deployment_id: Any) -> AutomationCore:
         enabled=False,
         trigger=EventTrigger(
             posture=Posture.Reactive,
-            expect={"gpu.pool.changed"},
+            expect={POOL_CHANGED},
             match=ResourceSpecification({"change": "grew"}),
             threshold=1,
             within=timedelta(0),

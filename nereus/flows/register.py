@@ -98,7 +98,7 @@ def _deployment(client: SyncPrefectClient, wanted: Deployed, dry_run: bool) -> t
         parameters=dict(wanted.parameters),
         cron=wanted.cron,
         interval=wanted.interval_s,
-        concurrency_limit=1 if wanted.parameters else None,  # a scheduled campaign never runs beside itself
+        concurrency_limit=1 if wanted.alone else None,
         tags=["nereus"],
         work_pool_name=POOL,
         job_variables={"env": ENVIRONMENT},

@@ -14,6 +14,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+PRICELESS = 1e9
+"""The worth of a GPU without which there is no plan. Finite, because bids travel as JSON."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bid:
@@ -29,7 +32,7 @@ class Bid:
     unit: int = 1
     """GPUs that come and go together, e.g. a node's."""
     gain: float = 0.0
-    loss: float = math.inf
+    loss: float = PRICELESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +116,8 @@ def _without_late(
 def value(step_s: float | None, other_s: float | None, num_gpus: int) -> float:
     """The worth of each of `num_gpus` GPUs: the logarithm of the step time without them over that with.
 
-    Infinite where there is no plan without them, nothing where there is none with them.
+    `PRICELESS` where there is no plan without them, nothing where there is none with them.
     """
     if other_s is None:
         return 0.0
-    return math.inf if step_s is None else math.log(step_s / other_s) / num_gpus
+    return PRICELESS if step_s is None else math.log(step_s / other_s) / num_gpus

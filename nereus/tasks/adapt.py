@@ -17,8 +17,9 @@ from nereus.config import AdaptationConfig, CampaignConfig
 from nereus.emu.cluster import PooledGpu
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
-from nereus.errors import ConfigError, explain
+from nereus.errors import ConfigError, Infeasible, explain
 from nereus.planner.adapt import Controller, Review, first, review
+from nereus.planner.broker import value
 from nereus.planner.calibrate import Calibrator
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.cost import stage_time
@@ -76,6 +77,8 @@ class Adapter:
     history: SignalHistory
     gains: StageGains
     last: Signals
+    worth: tuple[tuple[int, int], tuple[float, float]] | None = None
+    """What a GPU more and one fewer were worth, and for how many GPUs and since which planning."""
     raw: StageGains = field(default_factory=StageGains)
     """As `gains`, against the cost model as nothing has corrected it."""
     classes: Calibrator = field(default_factory=Calibrator)
@@ -137,6 +140,34 @@ def start_adapter(
     signals = Signals(step=step, now_s=time.time(), response=response, pool=gpus_of(pool))
     seated, history = first(controller, signals)
     return Adapter(controller=controller, seated=seated, history=history, gains=StageGains(), last=signals)
+
+
+def worth(adapter: Adapter, pool: tuple[Gpu, ...], unit: int) -> tuple[float, float]:
+    """What `unit` GPUs more, and as many fewer, are worth to the job: `planner.broker.value` of best plans.
+
+    Priced again when the job has another number of GPUs, or has planned anew because something drifted.
+    """
+    staying = tuple(gpu for gpu in pool if gpu.drain_s is None)
+    signals = replace(adapter.last, pool=staying, peak_memory_bytes={})
+    key = (len(staying), adapter.history.planned_at)
+    if adapter.worth is None or adapter.worth[0] != key:
+        next_id = max((gpu.id for gpu in pool), default=-1) + 1
+        node = max((gpu.node for gpu in pool), default=0)
+        more = tuple(Gpu(id=next_id + i, node=node) for i in range(unit))
+        less, now, greater = (
+            _best_step_s(adapter.controller, replace(signals, pool=gpus))
+            for gpus in (staying[: len(staying) - unit], staying, staying + more)
+        )
+        adapter.worth = key, (value(now, greater, unit), value(less, now, unit))
+    return adapter.worth[1]
+
+
+def _best_step_s(controller: Controller, signals: Signals) -> float | None:
+    """Seconds of a step under the best plan for a pool; None where none fits."""
+    try:
+        return first(replace(controller, explains=False), signals)[0].plan.step_s
+    except Infeasible:
+        return None
 
 
 def costs_of(config: CampaignConfig) -> FixedCosts:

@@ -1,6 +1,7 @@
 """GPUs that several campaigns share, counted by a global concurrency limit of the Prefect server.
 
-A campaign holds as many slots as it may ever use, from before its workers start until they have ended.
+A campaign holds as many slots as it may ever use, from before its workers start until they have ended; one
+that takes part in a broker's sharing holds its least, and the broker counts the rest (`tasks/share.py`).
 Another one that finds too few free waits and says for what. Ray's own counting stays the hard guard below
 it.
 """
@@ -28,7 +29,9 @@ def gpus_held(config: CampaignConfig) -> Iterator[None]:
 
     Raises ConfigError when the limit is smaller than what the campaign may use.
     """
-    name, wanted = config.cluster.gpu_limit, config.cluster.max_gpus or config.cluster.gpus
+    cluster = config.cluster
+    name = cluster.gpu_limit
+    wanted = cluster.gpus if cluster.broker is not None else cluster.max_gpus or cluster.gpus
     limit = _find(name)
     if limit is None or not limit.active:
         yield

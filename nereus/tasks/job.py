@@ -36,6 +36,7 @@ from nereus.tasks.device import device
 from nereus.tasks.peer_places import Copies
 from nereus.tasks.prepare import Prepared
 from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
+from nereus.tasks.share import Share
 from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.weight_sync import plan_weight_sync
 
@@ -106,6 +107,8 @@ class Job:
     """The model-stages to move to, of the transition that was asked for last."""
     back_off: BackOff | None = None
     """The plan to which the last transition was aborted, and until when it is not tried again."""
+    share: Share | None = None
+    """The job's part in a pool that a broker shares out."""
     decided: int | None = None
     """The step before which the planner decided last."""
     copies: Copies | None = None

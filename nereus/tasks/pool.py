@@ -5,7 +5,11 @@ Workers start beside the running step: a boundary asks for them, a later one tak
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nereus.emu.layout import Rank
+from nereus.planner.broker import PRICELESS
+from nereus.tasks.adapt import gpus_of, worth
 from nereus.tasks.job import Job
 
 
@@ -16,12 +20,35 @@ def take_new_gpus(job: Job) -> tuple[Rank, ...]:
     cluster = job.cluster
     if new := cluster.take_started():
         job.listener.on_message(f"before step {job.state.step}: {len(new)} more GPUs, workers {list(new)}")
-    limit = job.config.cluster.max_gpus or job.config.cluster.gpus
+    limit = most_gpus(job)
     # A GPU whose worker is starting may still be called free: it is counted as asked for either way.
     wanted = min(cluster.num_free_gpus, limit - len(cluster.ranks)) - cluster.num_starting
     if wanted > 0:
         cluster.request(wanted)
     return new
+
+
+def most_gpus(job: Job) -> int:
+    """GPUs that the job may hold now: as configured, and as granted where it shares a pool."""
+    most = job.config.cluster.max_gpus or job.config.cluster.gpus
+    granted = None if job.share is None else job.share.granted
+    return most if granted is None else min(most, granted)
+
+
+def follow_grant(job: Job) -> None:
+    """Begin to give back what is beyond the broker's grant, and bid anew with what is held now."""
+    if job.share is None:
+        return
+    assert job.adapter is not None, "a job that shares adapts"
+    if leaving := beyond(job, most_gpus(job)):
+        job.listener.on_message(f"before step {job.state.step}: gives back workers {list(leaving)}")
+        job.cluster.release(leaving)
+    bid, cluster = job.share.bid, job.cluster
+    gain, loss = worth(job.adapter, gpus_of(cluster.pool()), bid.unit)
+    weight = 1.0 if job.config.cluster.broker is None else job.config.cluster.broker.weight
+    held = len(cluster.ranks) + cluster.num_starting
+    most = job.config.cluster.max_gpus or job.config.cluster.gpus
+    job.share.put(replace(bid, held=held, most=most, gain=weight * gain, loss=min(weight * loss, PRICELESS)))
 
 
 def beyond(job: Job, most: int) -> tuple[Rank, ...]:

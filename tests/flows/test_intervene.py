@@ -21,7 +21,7 @@ from nereus.record.interventions import read_interventions
 from nereus.record.metrics import read_records
 from nereus.tasks.job import Job, open_job
 from nereus.tasks.prepare import prepare_campaign
-from tests.flows.striker import Striker
+from tests.flows.striker import Striker, free_gpus
 from tests.flows.test_deploy import post, wait_for, worker  # noqa: F401
 from tests.flows.test_stops import ENDED, Held, StartWorker, busyness, family, living
 
@@ -83,7 +83,7 @@ def test_a_job_that_adapts_gives_gpus_back_keeps_to_a_layout_and_leaves_one_out(
 
         def look(step: int, stage: str) -> None:
             if stage == "generate":
-                free.append(ray.available_resources().get("GPU", 0))
+                free.append(free_gpus())
             if starting := list(job.cluster._starting):
                 ray.wait(starting, num_returns=len(starting), timeout=120)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.planner.broker import Bid, Grant, Rules, next_grants, value
+from nereus.planner.broker import PRICELESS, Bid, Grant, Rules, next_grants, value
 
 RULES = Rules(residence_s=50.0, margin=0.2, patience_s=1000.0)
 
@@ -119,6 +119,6 @@ def test_a_change_that_nobody_carries_out_is_taken_back() -> None:
 
 
 def test_a_gpu_without_which_there_is_no_plan_is_worth_everything() -> None:
-    assert value(None, 2.0, 1) == math.inf
+    assert value(None, 2.0, 1) == PRICELESS
     assert value(2.0, None, 1) == 0.0
     assert math.isclose(value(4.0, 1.0, 2), math.log(2))
