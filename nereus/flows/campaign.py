@@ -21,6 +21,7 @@ from nereus.config import CampaignConfig
 from nereus.flows.adapt import adapt
 from nereus.flows.intervene import boundary, resumed_config, was_suspended
 from nereus.flows.live import shown_live
+from nereus.flows.orphan import ended_with_worker
 from nereus.flows.recovery import surviving
 from nereus.flows.run_log import logged
 from nereus.flows.step import MAX_CONCURRENT, tracked_step
@@ -74,6 +75,7 @@ def campaign(
     resume = resume or ((continuing or is_rerun()) and newest_checkpoint(config) is not None)
     with (
         logged(),
+        ended_with_worker(),
         shown_live(config),
         gpus_held(config),
         gpus_shared(config) as share,
