@@ -25,7 +25,7 @@ from nereus.flows.orphan import ended_with_worker
 from nereus.flows.recovery import surviving
 from nereus.flows.run_log import logged
 from nereus.flows.step import MAX_CONCURRENT, tracked_step
-from nereus.flows.tracking import level
+from nereus.flows.tracking import level, unseen
 from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
 from nereus.tasks.checkpoint import export_model, save_checkpoint
@@ -88,7 +88,7 @@ def campaign(
         return CampaignResult(
             steps=job.state.step,
             run_folder=config.run_folder,
-            model=export_model(job),
+            model=export_model(unseen(job)),
             checkpoint=job.checkpoint,
             metrics=job.log.path,
             report=write_report(config.run_folder, config),
@@ -125,7 +125,7 @@ def save_if_due(job: Job, *, last: int) -> None:
     step, every = job.state.step, job.config.checkpoint.every_steps
     is_due = step == last or (every > 0 and step % every == 0)
     if step > 0 and is_due and not job.is_saved:
-        save_checkpoint(job)
+        save_checkpoint(unseen(job))
 
 
 def copy_if_due(job: Job) -> None:

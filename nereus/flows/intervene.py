@@ -26,6 +26,7 @@ from nereus.config.changes import Changes, with_changes
 from nereus.errors import ConfigError, Infeasible
 from nereus.flows import events
 from nereus.flows.requests import Asked, Requests, heard
+from nereus.flows.tracking import unseen
 from nereus.flows.transition import move_to
 from nereus.planner.adapt import first
 from nereus.planner.seating import Seated
@@ -68,7 +69,7 @@ def intervene(job: Job, requests: Requests) -> None:
     form = ChangesInput.with_initial_data(description=_told(job))
     if asked is Asked.SUSPEND and _is_deployed():
         if not job.is_saved and job.state.step > 0:
-            save_checkpoint(job)
+            save_checkpoint(unseen(job))
         waits = f"{_flow_run_id()} {key}"
         record = InterventionRecord(step=job.state.step, kind="suspend", changes={}, taken=False, waits=waits)
         append_intervention(job.config.run_folder, record)

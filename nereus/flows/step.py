@@ -17,7 +17,7 @@ from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.gather import gather
-from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns
+from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns, unseen
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
 from nereus.tasks.groups_kept import Answered
@@ -121,7 +121,7 @@ def step_task(job: Job, number: int) -> StepRecord:
 def tracked_step(job: Job, level: Tracking) -> StepRecord:
     """Run the next step and tell the server as much of it as `level` says."""
     if level == Tracking.step:
-        return step_task(job, job.state.step)
+        return step_task(unseen(job), job.state.step)
     if level == Tracking.tasks:
         return run_step(job, TaskRuns())
     with subflow_of(job):
