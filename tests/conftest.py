@@ -15,6 +15,17 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let two processes share the suite (`pytest -n 2 --dist loadgroup`): files stay whole. The flow tests,
+    which share one Prefect server and one Ray, stay together and begin first, for they take longest.
+    """
+    flows = ROOT / "tests" / "flows"
+    items.sort(key=lambda item: not item.path.is_relative_to(flows))
+    for item in items:
+        together = flows if item.path.is_relative_to(flows) else item.path
+        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(ROOT))))
+
+
 def find_shared_data() -> Path | None:
     """The folder of measured data: `$NEREUS_DATA`, else `../shared/data` beside the repository."""
     named = os.environ.get("NEREUS_DATA")
