@@ -18,12 +18,12 @@ def validate(file: CampaignFile, overrides: Overrides = None) -> None:
     config = load_campaign(file, overrides or ())
     console = Console()
     with console.status("reading models, prompts and reward"):
-        from nereus.rewards.process import reward_process
+        from nereus.rewards.configured import configured_reward
         from nereus.tasks.prepare import prepare_campaign  # loads torch
 
         prepared = prepare_campaign(config)
         if config.reward.kind != "model":  # a reward model was read with the others
-            with reward_process(config.reward):
+            with configured_reward(config.reward):
                 pass  # its process has loaded the function
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in prepared.summary():

@@ -30,7 +30,7 @@ from nereus.config.environment import environment_folder
 from nereus.config.models import ModelsConfig, Precision
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig, StagePlan
 from nereus.config.prompts import FileData, LongPrompts, PromptsConfig, PythonData, ReasoningGymData
-from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
+from nereus.config.reward import CodeReward, JudgeReward, ModelReward, PythonReward, ReasoningGymReward
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "CheckpointConfig",
     "CispoConfig",
     "ClusterConfig",
+    "CodeReward",
     "CorrectionConfig",
     "DapoConfig",
     "DrGrpoConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "FileData",
     "GrpoConfig",
     "GspoConfig",
+    "JudgeReward",
     "KlConfig",
     "KlEstimator",
     "LongPrompts",

@@ -27,7 +27,7 @@ from nereus.config.models import ModelsConfig
 from nereus.config.paths import OutputPath
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig
 from nereus.config.prompts import PromptsConfig
-from nereus.config.reward import ModelReward, PythonReward, ReasoningGymReward
+from nereus.config.reward import CodeReward, JudgeReward, ModelReward, PythonReward, ReasoningGymReward
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
 
 
@@ -68,7 +68,7 @@ class CampaignConfig(Frozen):
     """The models."""
     prompts: PromptsConfig
     """The prompts."""
-    reward: Annotated[PythonReward | ReasoningGymReward | ModelReward, BY_KIND]
+    reward: Annotated[PythonReward | ReasoningGymReward | CodeReward | JudgeReward | ModelReward, BY_KIND]
     """The reward."""
     algorithm: Annotated[
         GrpoConfig

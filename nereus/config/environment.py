@@ -30,6 +30,11 @@ def prefect_api_url() -> str | None:
     return str(url) if url else None
 
 
+def secret(name: str) -> str | None:
+    """The value of a variable that the user named as the place of a key. Never logged, never written."""
+    return os.environ.get(name)
+
+
 def set_defaults(values: Mapping[str, str]) -> None:
     """Put `values` into this process's environment where the user has set nothing."""
     for name, value in values.items():

@@ -26,7 +26,14 @@ class Child:
     not empty.
     """
 
-    def __init__(self, *, target: str, batched: bool, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        *,
+        target: str,
+        batched: bool,
+        environment: Mapping[str, str],
+        arguments: Mapping[str, object],
+    ) -> None:
         # A session of its own: Ctrl-C does not reach it, and a kill takes along what the user's code started.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)],
@@ -43,7 +50,7 @@ class Child:
         os.set_blocking(self.stdout, False)
         self.unsent = b""
         self._unread = b""
-        self.send({"target": target, "batched": batched, "sys_path": [*sys.path]})
+        self.send({"target": target, "batched": batched, "arguments": arguments, "sys_path": [*sys.path]})
 
     @property
     def pid(self) -> int:

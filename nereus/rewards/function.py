@@ -30,12 +30,13 @@ class RewardRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
     """A reward, or why there is none: `value` is None exactly where `reason` is not. `detail` is for
-    people.
+    people; `queue_s` is how long the response waited before its scoring began, seconds.
     """
 
     value: float | None
     reason: MissingReason | None = None
     detail: str = ""
+    queue_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert (self.value is None) == (self.reason is not None), f"{self} must have a value or a reason"

@@ -16,12 +16,11 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nereus.config import PythonReward, ReasoningGymReward
 from nereus.errors import Cancelled, DataError, explain
 from nereus.rewards.child import Child
 from nereus.rewards.environment import without_secrets
@@ -31,24 +30,6 @@ START_LIMIT_S = 300.0  # importing a user's file may load torch from a cold netw
 WAKE_S = (
     0.5  # how often the loop returns to Python code, so that a cancellation raised in this thread gets in
 )
-GYM_TARGET = "nereus.rewards.gym_score:score"
-
-
-def reward_process(
-    config: PythonReward | ReasoningGymReward, *, stop: threading.Event | None = None
-) -> ProcessReward:
-    """The reward that the campaign asks for; `start` loads the function. `stop` ends calls under way."""
-    if isinstance(config, ReasoningGymReward):
-        return ProcessReward(
-            target=GYM_TARGET, limit_s=config.timeout_s, num_processes=config.workers, stop=stop
-        )
-    return ProcessReward(
-        target=config.function,
-        limit_s=config.timeout_s,
-        num_processes=config.workers,
-        batched=config.batched,
-        stop=stop,
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +52,8 @@ class ProcessReward:
 
     One call may take `limit_s` seconds; loading the function is not counted. Responses are scored in no
     particular order by up to `num_processes` processes; a batched function gets all of them in one call in
-    one process. Once `stop` is set, calls under way end within half a second.
+    one process. `arguments` are given to every call besides. Once `stop` is set, calls under way end within
+    half a second.
     """
 
     def __init__(
@@ -81,8 +63,10 @@ class ProcessReward:
         limit_s: float,
         num_processes: int = 1,
         batched: bool = False,
+        arguments: Mapping[str, object] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
+        self._arguments = {} if arguments is None else dict(arguments)
         self._target, self._batched, self._limit_s = target, batched, limit_s
         self._num_processes = 1 if batched else num_processes
         self._environment = without_secrets(os.environ)
@@ -109,6 +93,7 @@ class ProcessReward:
         """
         with self._lock:
             results: list[RewardResult | None] = [None] * len(requests)
+            queue_s, began_s = [0.0] * len(requests), time.monotonic()
             indices = range(len(requests))
             waiting = deque([tuple(indices)] if self._batched and requests else [(i,) for i in indices])
             try:
@@ -118,12 +103,19 @@ class ProcessReward:
                     self._fill()
                     for seat in self._seats:
                         if waiting and seat.ready and not seat.job:
-                            self._send(seat, waiting.popleft(), requests)
+                            job = waiting.popleft()
+                            for index in job:
+                                queue_s[index] = time.monotonic() - began_s
+                            self._send(seat, job, requests)
                     self._turn(results)
             finally:  # after an exception a busy child would answer into the next call
                 for seat in [seat for seat in self._seats if seat.job]:
                     self._remove(seat)
-        return tuple(result for result in results if result is not None)
+        return tuple(
+            replace(result, queue_s=waited_s)
+            for result, waited_s in zip(results, queue_s, strict=True)
+            if result is not None
+        )
 
     def close(self) -> None:
         """End the processes."""
@@ -145,7 +137,12 @@ class ProcessReward:
         if self._closed:
             raise RuntimeError(f"the reward {self._target} is closed")
         while len(self._seats) < self._num_processes:
-            child = Child(target=self._target, batched=self._batched, environment=self._environment)
+            child = Child(
+                target=self._target,
+                batched=self._batched,
+                environment=self._environment,
+                arguments=self._arguments,
+            )
             self._seats.append(_Seat(child=child, deadline_s=time.monotonic() + START_LIMIT_S))
 
     def _send(self, seat: _Seat, job: tuple[int, ...], requests: Sequence[RewardRequest]) -> None:

@@ -1,7 +1,8 @@
 """The program of a reward process: loads one function, then answers requests line by line.
 
     parent                                   worker
-      | {"target", "batched", "sys_path"}  ->   |  load
+      | {"target", "batched",              ->   |  load
+      |  "arguments", "sys_path"}               |
       | <-  {"ready": true} or {"failed": why}  |
       | {"requests": [...]}                ->   |  call
       | <-  {"values": [...]} or {"exception"}  |
@@ -25,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 NAMES = ("prompt", "response", "response_token_ids", "ground_truth", "extra", "sample_id")
@@ -54,7 +56,7 @@ def main() -> None:
         return
     sys.path[:] = start["sys_path"]
     try:
-        function = load(start["target"])
+        function = partial(load(start["target"]), **start["arguments"])
         names = wanted(function)
     except (Exception, SystemExit) as error:
         reply({"failed": describe(error)})

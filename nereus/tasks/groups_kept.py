@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class Answered:
     rewards: Rewards
 
     def select(self, rows: Tensor) -> Answered:
-        """These rows; why rewards are missing stays counted over all."""
-        rewards = Rewards(values_b=self.rewards.values_b[rows], missing=self.rewards.missing)
+        """These rows; why rewards are missing, and how long they waited, stays told of all."""
+        rewards = replace(self.rewards, values_b=self.rewards.values_b[rows])
         return Answered(rollouts=self.rollouts.select(rows), rewards=rewards)
 
 
@@ -55,6 +55,7 @@ def keep_groups(batches: Sequence[Answered], *, samples: int, wanted: int) -> Ke
         rewards=Rewards(
             values_b=torch.cat([batch.rewards.values_b for batch in batches]),
             missing={reason: missing[reason] for batch in batches for reason in batch.rewards.missing},
+            queue_s=tuple(one_s for batch in batches for one_s in batch.rewards.queue_s),
         ),
     )
     num_rows = whole.rollouts.batch.num_rows

@@ -29,8 +29,8 @@ from nereus.planner.backoff import BackOff
 from nereus.record.listener import Listener, current_listener
 from nereus.record.metrics import MetricsLog
 from nereus.record.step import StepRecord
+from nereus.rewards.configured import configured_reward
 from nereus.rewards.function import RewardFunction
-from nereus.rewards.process import reward_process
 from nereus.tasks.adapt import Adapter, seated_stages, start_adapter
 from nereus.tasks.device import device
 from nereus.tasks.peer_places import Copies
@@ -268,4 +268,4 @@ def sync_calls(ranks: Iterable[Rank]) -> dict[Rank, Call]:
 def _reward(prepared: Prepared, halted: threading.Event) -> AbstractContextManager[RewardFunction | None]:
     """The reward's processes, or nothing where a reward model scores; `halted` ends calls under way."""
     reward = prepared.config.reward
-    return nullcontext() if reward.kind == "model" else reward_process(reward, stop=halted)
+    return nullcontext() if reward.kind == "model" else configured_reward(reward, stop=halted)

@@ -71,9 +71,7 @@ def observe(
         memory_bytes={f"worker {rank}": size for rank, size in memory_bytes.items()},
         plan={name: spec.text for name, spec in job.stages.items()},
         learning_rate=actor.learning_rate if actor else 0.0,
-        stats=_stats(trained)
-        | {f"missing/{reason}": float(n) for reason, n in rewards.missing.items()}
-        | dict(stats or {}),
+        stats=_stats(trained) | rewards.stats() | dict(stats or {}),
         overhead_s=max(0.0, step_s - _path_s(work_s)),
     )
 

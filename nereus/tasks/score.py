@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from prefect import task
@@ -17,6 +18,7 @@ from nereus.data.prompt import Prompt
 from nereus.emu.batch import Rollouts, Scores, TokenBatch, join_rows
 from nereus.emu.cluster import Call
 from nereus.rewards.function import MissingReason, RewardRequest, missing_by_reason
+from nereus.tasks.batch_limit import micro_batch_limit
 from nereus.tasks.dealing import run_dealt
 from nereus.tasks.job import Job
 from nereus.tasks.stages import CRITIC, REFERENCE, REWARD, TRAINING
@@ -25,24 +27,32 @@ from nereus.tasks.stages import CRITIC, REFERENCE, REWARD, TRAINING
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
     """Float32 `values_b`, NaN where missing, for every row of the rollouts; and why those are missing,
-    counted.
+    counted. `queue_s` is how long each row waited for its scoring, where it had to.
     """
 
     values_b: Tensor
     missing: Mapping[MissingReason, int]
+    queue_s: Sequence[float] = ()
+
+    def stats(self) -> dict[str, float]:
+        """What a step's record tells of them, by name."""
+        told = {f"missing/{reason}": float(number) for reason, number in self.missing.items()}
+        if self.queue_s:
+            told |= {"reward_queue_s/mean": fmean(self.queue_s), "reward_queue_s/max": max(self.queue_s)}
+        return told
 
 
 @task(name="score rewards", cache_policy=NO_CACHE)
 def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
     """The reward of every row: by the reward function in its own processes, or by the reward model."""
     with job.stage("score rewards"):
-        if job.reward is None:
-            return _model_rewards(job, rollouts.batch)
-        return _python_rewards(job, prompts, rollouts)
+        return rewards_of(job, _prompt_of_rows(job, prompts, rollouts), rollouts)
 
 
-def _python_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
-    assert job.reward is not None, "a reward function was configured"
+def rewards_of(job: Job, prompt_of_row: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
+    """The reward of every row, by function or model."""
+    if job.reward is None:
+        return _model_rewards(job, rollouts.batch)
     requests = [
         RewardRequest(
             prompt=prompt.text,
@@ -52,21 +62,26 @@ def _python_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> 
             extra=prompt.extra,
             sample_id=prompt.sample_id,
         )
-        for prompt, ids in zip(_prompt_of_rows(job, prompts, rollouts), response_ids(rollouts), strict=True)
+        for prompt, ids in zip(prompt_of_row, response_ids(rollouts), strict=True)
     ]
     results = job.reward.score(requests)
     values_b = rewards_tensor([result.value for result in results])
-    return Rewards(values_b=values_b, missing=missing_by_reason(results))
+    return Rewards(
+        values_b=values_b,
+        missing=missing_by_reason(results),
+        queue_s=tuple(result.queue_s for result in results),
+    )
 
 
 def _model_rewards(job: Job, batch: TokenBatch) -> Rewards:
     """The reward model's judgement of each row, read at its last token."""
-    micro_rows = job.stages[REWARD].score_rows or job.config.batch.micro_batch_rows
+    spec = job.stages[REWARD]
+    limit = micro_batch_limit(job.config, spec, spec.score_rows)
     parts, order = run_dealt(
         job,
         REWARD,
         by_length(batch),
-        lambda rows: Call("rewards", (REWARD, batch.select(rows), micro_rows)),
+        lambda rows: Call("rewards", (REWARD, batch.select(rows), limit.rows, limit.tokens)),
         what="score rewards",
     )
     return Rewards(values_b=torch.cat(parts)[order], missing={})
@@ -101,13 +116,13 @@ def score_values(job: Job, batch: TokenBatch) -> Tensor:
 
 def score_stage(job: Job, what: str, stage: str, batch: TokenBatch) -> Scores:
     """Forward passes of one model-stage over all rows, in the batch's order."""
-    micro_rows = job.stages[stage].score_rows or job.config.batch.micro_batch_rows
+    limit = micro_batch_limit(job.config, job.stages[stage], job.stages[stage].score_rows)
     temperature = job.config.sampling.temperature
     parts, order = run_dealt(
         job,
         stage,
         by_length(batch),
-        lambda rows: Call("score", (stage, batch.select(rows), micro_rows, temperature)),
+        lambda rows: Call("score", (stage, batch.select(rows), limit.rows, temperature, limit.tokens)),
         what=what,
     )
     scores: Scores = join_rows(parts, order)

@@ -13,8 +13,9 @@ import pytest
 
 from nereus.config import PythonReward, ReasoningGymReward
 from nereus.errors import DataError
-from nereus.rewards.function import RewardRequest, first_missing, missing_by_reason
-from nereus.rewards.process import ProcessReward, reward_process
+from nereus.rewards.configured import configured_reward
+from nereus.rewards.function import RewardFunction, RewardRequest, first_missing, missing_by_reason
+from nereus.rewards.process import ProcessReward
 
 SOURCE = """
 import math, os, sys, time
@@ -115,7 +116,7 @@ def requests(*responses: str) -> list[RewardRequest]:
     ]
 
 
-def values(reward: ProcessReward, *responses: str) -> list[float | None]:
+def values(reward: RewardFunction, *responses: str) -> list[float | None]:
     return [result.value for result in reward.score(requests(*responses))]
 
 
@@ -337,7 +338,8 @@ reward.score([RewardRequest(sample_id=0, prompt="", response="hang", response_to
 
 def test_the_configuration_chooses_function_limit_and_processes(file: Path) -> None:
     config = PythonReward(function=f"{file}:length", timeout_s=5, workers=2)
-    with reward_process(config) as reward:
+    with configured_reward(config) as reward:
+        assert isinstance(reward, ProcessReward)
         assert len(reward.pids) == 2
         assert values(reward, "abc") == [3.0]
 
@@ -353,7 +355,7 @@ def test_gym_problems_are_scored_by_their_task() -> None:
         )
         for text in (f"I think <answer>0</answer> no <answer> {answer} </answer>", f" {answer}\n", "nothing")
     ]
-    with reward_process(ReasoningGymReward(timeout_s=20)) as reward:
+    with configured_reward(ReasoningGymReward(timeout_s=20)) as reward:
         right, plain, wrong = (result.value for result in reward.score(asked))
     assert right == plain == 1.0
     assert wrong is not None
