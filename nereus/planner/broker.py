@@ -3,16 +3,16 @@
     planner of each campaign ─▶ bid: what one GPU more saves, what one less costs ─▶ next grants
 
 It does not oscillate: one campaign's grant changes at a time, the next only when that change is done; a
-grant that changed stays for the residence; and GPUs move only to where they are worth `margin` more. With
-values that are logarithms of step times a campaign values the GPU that it would get back as the one that it
-gave, so with values that stay the moves end.
+grant that changed stays for the residence; and GPUs move only to where they are worth `margin` more. Values are
+logarithms of step times, so every move makes the sum over the campaigns larger: with values that stay the
+moves end. A campaign names how many GPUs it takes or gives, because one alone may be worth nothing to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 PRICELESS = 1e9
 """The worth of a GPU without which there is no plan. Finite, because bids travel as JSON."""
@@ -22,15 +22,16 @@ PRICELESS = 1e9
 class Bid:
     """What a campaign has and what GPUs are worth to it, as of now.
 
-    `gain` and `loss` are logarithms of the ratio of step times, a GPU: of `unit` more, of `unit` fewer.
+    `gain` is what each of `take` GPUs more is worth, `loss` what each of `give` fewer costs: logarithms of the
+    ratio of step times, a GPU. Where `take` or `give` is 0, it takes or gives none.
     """
 
     name: str
     held: int
     least: int
     most: int
-    unit: int = 1
-    """GPUs that come and go together, e.g. a node's."""
+    take: int = 0
+    give: int = 0
     gain: float = 0.0
     loss: float = PRICELESS
 
@@ -71,23 +72,28 @@ def next_grants(
     rested = {
         name: bid for name, bid in known.items() if name in kept and _is_rested(kept[name], now_s, rules)
     }
-    givers = [bid for name, bid in rested.items() if kept[name].gpus - bid.unit >= bid.least]
-    takers = [bid for name, bid in rested.items() if kept[name].gpus + bid.unit <= bid.most and bid.gain > 0]
+    givers = [bid for name, bid in rested.items() if 0 < bid.give <= kept[name].gpus - bid.least]
+    takers = [
+        bid for name, bid in rested.items() if 0 < bid.take <= bid.most - kept[name].gpus and bid.gain > 0
+    ]
     giver = min(givers, key=lambda bid: (bid.loss, bid.name), default=None)
     arrived = next((bid for name, bid in known.items() if name not in kept and bid.least <= num_gpus), None)
     if arrived is not None:
         if arrived.least <= free:
             return kept | {arrived.name: Grant(gpus=arrived.least, since_s=now_s)}
-        return kept if giver is None else _moved(kept, giver, -giver.unit, now_s)
-    fitting = [bid for bid in takers if bid.unit <= free]
+        return kept if giver is None else _moved(kept, giver, -giver.give, now_s)
+    fitting = [bid for bid in takers if bid.take <= free]
     if fitting:
         taker = max(fitting, key=lambda bid: (bid.gain, bid.name))
-        return _moved(kept, taker, taker.unit, now_s)
+        return _moved(kept, taker, taker.take, now_s)
     for taker in sorted(takers, key=lambda bid: (-bid.gain, bid.name)):
-        others = [bid for bid in givers if bid.name != taker.name and bid.unit + free >= taker.unit]
-        giver = min(others, key=lambda bid: (bid.loss, bid.name), default=None)
-        if giver is not None and taker.gain > (1 + rules.margin) * max(giver.loss, 0.0):
-            return _moved(kept, giver, -giver.unit, now_s)
+        others = [bid for bid in givers if bid.name != taker.name and bid.give + free >= taker.take]
+        giver = min(others, key=lambda bid: (bid.loss * bid.give, bid.name), default=None)
+        if giver is None:
+            continue
+        cost = max(giver.loss, 0.0) * giver.give
+        if taker.gain * taker.take > (1 + rules.margin) * cost:
+            return _moved(kept, giver, -giver.give, now_s)
     return kept
 
 
@@ -111,6 +117,22 @@ def _without_late(
             held = max(bids[name].held, bids[name].least)
             grants[name] = Grant(gpus=held, since_s=now_s)
     return grants
+
+
+def with_values(bid: Bid, step_s: Callable[[int], float | None], *, unit: int = 1) -> Bid:
+    """The bid with what more and fewer GPUs are worth, from the best step at a number of GPUs (None without a
+    plan). Both by 1, 2, 4 and 8 `unit`s: the most worth a GPU is taken, the least is given.
+    """
+    now_s, sizes = step_s(bid.held), [unit * count for count in (1, 2, 4, 8)]
+    more = [
+        (value(now_s, step_s(bid.held + size), size), -size) for size in sizes if bid.held + size <= bid.most
+    ]
+    fewer = [
+        (value(step_s(bid.held - size), now_s, size), size) for size in sizes if bid.held - size >= bid.least
+    ]
+    gain, take = max(more, default=(0.0, 0))
+    loss, give = min(fewer, default=(PRICELESS, 0))
+    return replace(bid, gain=gain, take=-take, loss=loss, give=give)
 
 
 def value(step_s: float | None, other_s: float | None, num_gpus: int) -> float:

@@ -17,16 +17,16 @@ from nereus.config import AdaptationConfig, CampaignConfig
 from nereus.emu.cluster import PooledGpu
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
-from nereus.errors import ConfigError, Infeasible, explain
+from nereus.errors import Infeasible
 from nereus.planner.adapt import Controller, Review, first, review
-from nereus.planner.broker import value
+from nereus.planner.broker import Bid, with_values
 from nereus.planner.calibrate import Calibrator
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.cost import stage_time
 from nereus.planner.fixed import Choice, Fix, parse_fix
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.policies.configured import policy_of
-from nereus.planner.profile import ClusterProfile, builtin_gpus
+from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import PlanRequest, StageOptions
 from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, SignalHistory, Signals, Switch
@@ -43,7 +43,9 @@ from nereus.planner.workload import (
     Stage,
     Workload,
 )
-from nereus.tasks.device import device
+from nereus.tasks.batch_limit import configured_limit, longest_tokens
+from nereus.tasks.device import device, kind_of_device
+from nereus.tasks.micro_batches import planned_rows
 from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, REWARD, TRAINING, StageModel
 
 PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
@@ -77,8 +79,8 @@ class Adapter:
     history: SignalHistory
     gains: StageGains
     last: Signals
-    worth: tuple[tuple[int, int], tuple[float, float]] | None = None
-    """What a GPU more and one fewer were worth, and for how many GPUs and since which planning."""
+    worth: tuple[tuple[int, int, int], Bid] | None = None
+    """What GPUs were worth when they were last priced: for how many of how many, and since which planning."""
     raw: StageGains = field(default_factory=StageGains)
     """As `gains`, against the cost model as nothing has corrected it."""
     classes: Calibrator = field(default_factory=Calibrator)
@@ -142,24 +144,24 @@ def start_adapter(
     return Adapter(controller=controller, seated=seated, history=history, gains=StageGains(), last=signals)
 
 
-def worth(adapter: Adapter, pool: tuple[Gpu, ...], unit: int) -> tuple[float, float]:
-    """What `unit` GPUs more, and as many fewer, are worth to the job: `planner.broker.value` of best plans.
+def with_worth(adapter: Adapter, bid: Bid, pool: tuple[Gpu, ...], unit: int) -> Bid:
+    """The bid with what GPUs are worth to the job, in units of so many, by the best plans for them.
 
-    Priced again when the job has another number of GPUs, or has planned anew because something drifted.
+    Priced again when the job holds another number, or has planned anew because something drifted.
     """
-    staying = tuple(gpu for gpu in pool if gpu.drain_s is None)
-    signals = replace(adapter.last, pool=staying, peak_memory_bytes={})
-    key = (len(staying), adapter.history.planned_at)
+    key = (bid.held, bid.most, adapter.history.planned_at)
     if adapter.worth is None or adapter.worth[0] != key:
-        next_id = max((gpu.id for gpu in pool), default=-1) + 1
-        node = max((gpu.node for gpu in pool), default=0)
-        more = tuple(Gpu(id=next_id + i, node=node) for i in range(unit))
-        less, now, greater = (
-            _best_step_s(adapter.controller, replace(signals, pool=gpus))
-            for gpus in (staying[: len(staying) - unit], staying, staying + more)
-        )
-        adapter.worth = key, (value(now, greater, unit), value(less, now, unit))
-    return adapter.worth[1]
+        staying = [gpu for gpu in pool if gpu.drain_s is None]
+        next_id, node = max(gpu.id for gpu in pool) + 1, max(gpu.node for gpu in pool)
+        staying += [Gpu(id=next_id + i, node=node) for i in range(bid.most)]
+
+        def step_s(num_gpus: int) -> float | None:
+            signals = replace(adapter.last, pool=tuple(staying[:num_gpus]), peak_memory_bytes={})
+            return _best_step_s(adapter.controller, signals)
+
+        adapter.worth = key, with_values(bid, step_s, unit=unit)
+    known = adapter.worth[1]
+    return replace(bid, gain=known.gain, take=known.take, loss=known.loss, give=known.give)
 
 
 def _best_step_s(controller: Controller, signals: Signals) -> float | None:
@@ -178,9 +180,10 @@ def costs_of(config: CampaignConfig) -> FixedCosts:
 
 def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_tokens: int) -> PlanRequest:
     """The planning question of a campaign. The critic serves and trains with one layout; rows stay as
-    configured unless nothing fits so (`planner.held.leaner`).
+    configured unless nothing fits so (`planner.held.leaner`); a limit in tokens counts as the longest rows
+    that it holds.
     """
-    rows = config.batch.micro_batch_rows
+    rows = planned_rows(configured_limit(config), longest_tokens(config))
     shapes = {name: stage.model for name, stage in models.items()}
     recompute = Recompute.FULL if config.models.recompute else Recompute.NONE
     limit = config.sampling.max_new_tokens
@@ -256,20 +259,7 @@ def gpu_kind(config: CampaignConfig) -> str:
     """
     if config.cluster.gpu_kind is not None:
         return config.cluster.gpu_kind
-    if device(config) == "cpu":
-        return "CPU"
-    name = torch.cuda.get_device_name()
-    known = next((kind for kind in builtin_gpus() if kind.split("-")[0] in name), None)
-    if known is None:
-        raise ConfigError(
-            explain(
-                "cannot plan for this GPU",
-                values=name,
-                rule=f"known kinds are {', '.join(builtin_gpus())}",
-                remedy="name the closest one with cluster.gpu_kind",
-            )
-        )
-    return known
+    return kind_of_device(device(config))
 
 
 def gpus_of(pool: tuple[PooledGpu, ...]) -> tuple[Gpu, ...]:

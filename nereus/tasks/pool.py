@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nereus.emu.layout import Rank
 from nereus.planner.broker import PRICELESS
-from nereus.tasks.adapt import gpus_of, worth
+from nereus.tasks.adapt import gpus_of, with_worth
 from nereus.tasks.job import Job
 
 
@@ -43,12 +43,14 @@ def follow_grant(job: Job) -> None:
     if leaving := beyond(job, most_gpus(job)):
         job.listener.on_message(f"before step {job.state.step}: gives back workers {list(leaving)}")
         job.cluster.release(leaving)
-    bid, cluster = job.share.bid, job.cluster
-    gain, loss = worth(job.adapter, gpus_of(cluster.pool()), bid.unit)
-    weight = 1.0 if job.config.cluster.broker is None else job.config.cluster.broker.weight
+    sharing, cluster = job.config.cluster.broker, job.cluster
+    assert sharing is not None, "a job that shares says how"
     held = len(cluster.ranks) + cluster.num_starting
     most = job.config.cluster.max_gpus or job.config.cluster.gpus
-    job.share.put(replace(bid, held=held, most=most, gain=weight * gain, loss=min(weight * loss, PRICELESS)))
+    bid = replace(job.share.bid, held=held, most=most)
+    valued = with_worth(job.adapter, bid, gpus_of(cluster.pool()), sharing.unit)
+    loss = min(sharing.weight * valued.loss, PRICELESS)
+    job.share.put(replace(valued, gain=sharing.weight * valued.gain, loss=loss))
 
 
 def beyond(job: Job, most: int) -> tuple[Rank, ...]:

@@ -102,7 +102,7 @@ def gpus_shared(config: CampaignConfig) -> Iterator[Share | None]:
             )
         )
     most = cluster.max_gpus or cluster.gpus
-    first = Bid(name=config.name, held=0, least=cluster.gpus, most=most, unit=cluster.broker.unit)
+    first = Bid(name=config.name, held=0, least=cluster.gpus, most=most)
     share = Share(cluster.gpu_limit, first)
     ended = threading.Event()
     with get_client(sync_client=True) as client:

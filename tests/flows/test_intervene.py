@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from prefect.settings import PREFECT_API_URL
 
 from nereus.cli import intervene as command
 from nereus.config import CampaignConfig
@@ -103,7 +104,9 @@ def test_a_run_is_paused_changed_suspended_and_completes_with_every_sample_once(
     make_config: MakeConfig,
     tmp_path: Path,
     worker: StartWorker,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", str(PREFECT_API_URL.value()))
     held = Held(make_config, tmp_path, "never", -1, slow_s=1.0, steps=8, checkpoint={"every_steps": 100})
     name = held.config.name
     run = held.start()
@@ -117,8 +120,9 @@ def test_a_run_is_paused_changed_suspended_and_completes_with_every_sample_once(
             time.sleep(0.5)
 
     until(lambda: len(held.steps()) >= 1, "no step")
-    command.pause(name)
-    wait_for(run, {"Paused"} | ENDED, limit_s=slow_s)
+    post(f"/flow_runs/{run}/set_state", {"state": {"type": "PAUSED", "name": "Paused"}})
+    wait_for(run, {"Pausing"} | ENDED, limit_s=slow_s)  # it still runs
+    assert wait_for(run, {"Paused"} | ENDED, limit_s=slow_s) == "Paused"
     pid = int(Path(f"{held.marker}.pid").read_text())
     assert psutil.pid_exists(pid), "a paused run keeps its process and GPUs"
     paused_at = len(held.steps())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
 
 from nereus.config import Tracking
-from nereus.flows.tracking import ALLOWED_SHARE, COST_S, level
+from nereus.flows.tracking import ALLOWED_SHARE, COST_S, TaskRuns, level
 
 
 @pytest.mark.parametrize("setting", [Tracking.full, Tracking.tasks, Tracking.step])
@@ -24,3 +28,40 @@ def test_auto_takes_the_fullest_level_that_costs_under_one_percent(
     assert chosen == expected
     if step_s is not None and chosen != Tracking.step:
         assert COST_S[chosen] <= ALLOWED_SHARE * step_s
+
+
+class Looked:
+    """Its class is asked for by whoever walks through what holds it."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "__class__":
+            self.times += 1
+        return object.__getattribute__(self, name)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Notes whether somebody looks into it."""
+
+    inner: Looked
+
+
+@task(cache_policy=NO_CACHE)
+def same(value: Watched, expected: int) -> bool:
+    return id(value) == expected
+
+
+@pytest.mark.usefixtures("server")
+def test_a_stage_gets_its_arguments_as_they_are_and_prefect_does_not_look_into_them() -> None:
+    looked = Looked()
+    value = Watched(inner=looked)
+
+    @flow
+    def run() -> bool:
+        return TaskRuns().start(same, value, expected=id(value)).result()
+
+    assert run()
+    assert looked.times == 0

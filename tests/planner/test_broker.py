@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.planner.broker import PRICELESS, Bid, Grant, Rules, next_grants, value
+from nereus.planner.broker import PRICELESS, Bid, Grant, Rules, next_grants, value, with_values
 
 RULES = Rules(residence_s=50.0, margin=0.2, patience_s=1000.0)
 
@@ -48,7 +50,7 @@ def pools(draw: st.DrawFn) -> Pool:
     for name in names:
         least = draw(st.integers(1, 4))
         most = least + draw(st.integers(0, 12))
-        bids[name] = Bid(name=name, held=0, least=least, most=most, unit=draw(st.sampled_from([1, 2])))
+        bids[name] = Bid(name=name, held=0, least=least, most=most)
     spare = draw(st.integers(0, 12))
     return Pool(num_gpus=sum(bid.least for bid in bids.values()) + spare, bids=bids)
 
@@ -61,8 +63,9 @@ def test_over_any_trace_of_values_nobody_is_short_nothing_is_given_twice_and_res
     for number in range(40):
         now_s = number * 10.0
         for name, bid in pool.bids.items():
-            worth = data.draw(st.tuples(st.floats(-1, 5), st.floats(-1, 5)))
-            pool.bids[name] = replace(bid, gain=worth[0], loss=worth[1])
+            gain, loss = data.draw(st.tuples(st.floats(-1, 5), st.floats(-1, 5)))
+            take, give = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+            pool.bids[name] = replace(bid, gain=gain, loss=loss, take=take, give=give)
         pool.round(now_s)
         for name in data.draw(st.sets(st.sampled_from(sorted(pool.bids)))):
             pool.carry_out(name)
@@ -77,27 +80,43 @@ def test_with_values_that_stay_the_moves_end_and_no_campaign_gives_back_what_it_
     pool: Pool, data: st.DataObject
 ) -> None:
     serial = {name: data.draw(st.floats(0.01, 0.9)) for name in pool.bids}
-    pool.bids = {name: replace(bid, unit=1) for name, bid in pool.bids.items()}
-
-    def step_s(name: str, gpus: int) -> float:  # Amdahl
-        return serial[name] + (1 - serial[name]) / gpus
-
-    for number in range(200):
-        for name, bid in pool.bids.items():
-            n = pool.grants[name].gpus if name in pool.grants else bid.least
-            gain = value(step_s(name, n), step_s(name, n + 1), 1)
-            loss = value(step_s(name, n - 1) if n > 1 else None, step_s(name, n), 1)
-            pool.bids[name] = replace(bid, gain=gain, loss=loss)
-        pool.round(number * 60.0)
-        for name in pool.bids:
-            pool.carry_out(name)
-    assert not [change for change in pool.changes if change[0] > 100 * 60.0], "at rest"
+    run_with(pool, lambda name, gpus: serial[name] + (1 - serial[name]) / gpus)  # Amdahl
     signs = {name: {by > 0 for _, mover, by in pool.changes if mover == name} for name in pool.bids}
     assert all(len(directions) <= 1 for directions in signs.values()), "to and fro"
 
 
+@settings(max_examples=100, deadline=None)
+@given(pool=pools(), data=st.data())
+def test_the_moves_end_also_where_one_gpu_alone_is_worth_nothing(pool: Pool, data: st.DataObject) -> None:
+    drops = {
+        name: data.draw(st.lists(st.sampled_from([1.0, 1.0, 0.9, 0.5]), min_size=40, max_size=40))
+        for name in pool.bids
+    }
+    run_with(pool, lambda name, gpus: math.prod(drops[name][:gpus]))
+
+
+def run_with(pool: Pool, step_s: Callable[[str, int], float]) -> None:
+    """Rounds with step times that stay; in the end nothing moves any more."""
+    for number in range(200):
+        for name, bid in pool.bids.items():
+            pool.bids[name] = with_values(bid, partial(step_s, name)) if bid.held else bid
+        pool.round(number * 60.0)
+        for name in pool.bids:
+            pool.carry_out(name)
+    assert not [change for change in pool.changes if change[0] > 150 * 60.0], "at rest"
+
+
+def test_a_campaign_takes_as_many_as_help_and_gives_what_helps_least() -> None:
+    times = {1: 8.0, 2: 4.0, 3: 4.0, 4: 2.0, 5: 2.0}
+    bid = with_values(Bid(name="pairs", held=2, least=1, most=5), times.get)
+    assert (bid.take, bid.gain) == (2, math.log(2) / 2)
+    bid = with_values(Bid(name="pairs", held=4, least=1, most=5), times.get)
+    assert (bid.give, bid.loss) == (2, math.log(2) / 2)
+    assert bid.gain == 0
+
+
 def test_an_arrival_is_made_room_for_and_what_an_end_frees_goes_to_whom_it_helps_most() -> None:
-    first = Bid(name="first", held=4, least=1, most=4, gain=0.0, loss=0.1)
+    first = Bid(name="first", held=4, least=1, most=4, give=1, loss=0.1)
     grants = {"first": Grant(gpus=4, since_s=0.0)}
     second = Bid(name="second", held=0, least=2, most=2)
     for now_s, held in ((100.0, 3), (200.0, 2)):
@@ -107,12 +126,12 @@ def test_an_arrival_is_made_room_for_and_what_an_end_frees_goes_to_whom_it_helps
         first = replace(first, held=held)
     grants = next_grants(4, [first, second], grants, now_s=201.0, rules=RULES)
     assert grants["second"].gpus == 2
-    grants = next_grants(4, [replace(first, gain=0.3)], grants, now_s=300.0, rules=RULES)
+    grants = next_grants(4, [replace(first, gain=0.3, take=1)], grants, now_s=300.0, rules=RULES)
     assert {name: grant.gpus for name, grant in grants.items()} == {"first": 3}
 
 
 def test_a_change_that_nobody_carries_out_is_taken_back() -> None:
-    stuck = Bid(name="stuck", held=2, least=1, most=4, gain=1.0)
+    stuck = Bid(name="stuck", held=2, least=1, most=4, take=1, gain=1.0)
     grants = {"stuck": Grant(gpus=3, since_s=0.0)}
     assert next_grants(4, [stuck], grants, now_s=999.0, rules=RULES) == grants
     assert next_grants(4, [stuck], grants, now_s=1000.0, rules=RULES)["stuck"].gpus == 2
