@@ -60,6 +60,16 @@ COMMANDS = (
         ),
     ),
     Command(
+        name="calibrate",
+        target="nereus.cli.calibrate:calibrate",
+        line="Measure this machine, and what a job on it has taught, for the planner.",
+        examples=(
+            "nereus calibrate",
+            "nereus calibrate examples/count/grpo.yaml --out calibration",
+            "nereus plan --model llama-3.1-8b --cluster calibration/profile.yaml",
+        ),
+    ),
+    Command(
         name="replay",
         target="nereus.cli.replay:replay",
         line="Play a job over a trace of GPUs and lengths, policy against policy.",

@@ -1,6 +1,6 @@
 """What `nereus deploy` puts on a Prefect server, as values: pool, GPU limit, deployments, automations.
 
-worker process ◀─ work pool `nereus` ◀─ deployments: campaign, plan, broker, one a scheduled campaign file
+worker process ◀─ work pool `nereus` ◀─ deployments: those of `common`, and one a scheduled campaign file
 GPUs           ◀─ limit `nereus-gpus`: campaigns wait there
 automations: a run whose heartbeat stopped is crashed; a campaign starts when GPUs appear (off until enabled)
 """
@@ -21,6 +21,7 @@ from prefect.events.schemas.events import ResourceSpecification
 
 from nereus.config import CampaignConfig
 from nereus.flows.broker import broker
+from nereus.flows.calibrate import calibrate
 from nereus.flows.campaign import campaign
 from nereus.flows.events import POOL_CHANGED
 from nereus.flows.plan import plan
@@ -62,6 +63,11 @@ def common() -> tuple[Deployed, ...]:
             description="Post-train a language model. Fill in the form: models, prompts, reward, steps.",
         ),
         Deployed(flow=plan, name="plan", description="Find the fastest parallelism for a job. Needs no GPU."),
+        Deployed(
+            flow=calibrate,
+            name="calibrate",
+            description="Measure the machine that the worker runs on, for the planner.",
+        ),
         Deployed(
             flow=broker,
             name="broker",

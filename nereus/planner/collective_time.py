@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nereus.errors import ConfigError, explain
 from nereus.planner.profile import ClusterProfile, LinkClass, LinkProfile
 
 Floats = NDArray[np.float64]
@@ -57,7 +60,30 @@ class CollectiveTable:
 @lru_cache(maxsize=1)
 def builtin_collectives() -> Mapping[tuple[str, bool], CollectiveTable]:
     """The measured tables that ship with the package, by (name, captured)."""
-    tree = json.loads((resources.files("nereus.planner") / "data/collectives.json").read_text())
+    return tables_from_tree(
+        json.loads((resources.files("nereus.planner") / "data/collectives.json").read_text())
+    )
+
+
+@lru_cache(maxsize=16)
+def collective_table(name: str, captured: bool) -> CollectiveTable | None:
+    """The table that a link names: one that ships with the package, or the path of a JSON file of that form.
+
+    None where nobody has measured it. Raises ConfigError when a path cannot be read.
+    """
+    if not name.endswith(".json"):
+        return builtin_collectives().get((name, captured))
+    try:
+        tables = tables_from_tree(json.loads(Path(name).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            explain(f"cannot read the table of collectives {name}", values=repr(error))
+        ) from error
+    return next((table for (_, kind), table in tables.items() if kind is captured), None)
+
+
+def tables_from_tree(tree: Mapping[str, Any]) -> dict[tuple[str, bool], CollectiveTable]:
+    """Read tables by (name, captured) from their JSON tree."""
     return {
         (name, kind == "captured"): CollectiveTable(
             ranks=tuple(row["ranks"]),
@@ -66,6 +92,15 @@ def builtin_collectives() -> Mapping[tuple[str, bool], CollectiveTable]:
         )
         for name, kinds in tree.items()
         for kind, row in kinds.items()
+    }
+
+
+def tree_of(table: CollectiveTable) -> dict[str, object]:
+    """One table as its JSON tree."""
+    return {
+        "ranks": table.ranks,
+        "sizes_log2": [round(float(np.log2(size)), 3) for size in table.sizes_bytes],
+        "microseconds": [[float(f"{value * 1e6:.4g}") for value in line] for line in table.seconds],
     }
 
 
@@ -85,8 +120,7 @@ def group_all_reduce_s(
     ring = 2 * (ranks - 1) / ranks * size / rate + link.latency_s * (1 + hops)
     tree = link.latency_s * (1 + hops / 2) + 2 * hops * size / rate
     formula = np.where(size < _SMALL_BYTES, np.minimum(ring, tree), ring)
-    tables = builtin_collectives()
-    table = tables.get((link.collectives, captured)) if link.collectives else None
+    table = collective_table(link.collectives, captured) if link.collectives else None
     if table is not None:
         formula = np.where(ranks <= table.max_ranks, table(size, ranks), formula)
     return np.asarray(np.where(ranks > 1, formula, 0.0))

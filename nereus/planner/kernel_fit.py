@@ -40,10 +40,22 @@ _SMOOTH = (
 _SHRINK = 0.05  # weight that pulls unseen knots to zero
 
 
-def fit_gemm(gpu: GpuProfile, m: Floats, n: Floats, k: Floats, measured_s: Floats) -> KernelModel:
-    """Fit dense products from rows of equal length; at least a few dozen are needed."""
+def fit_gemm(
+    gpu: GpuProfile,
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    measured_s: Floats,
+    *,
+    element_bytes: float = 2,
+    speed: float = 1,
+) -> KernelModel:
+    """Fit dense products from rows of equal length; at least a few dozen are needed.
+
+    `element_bytes` and `speed` say what was measured, as for `kernel_time.gemm_s`: float32 is 4 and 0.5.
+    """
     return _fit(
-        lambda kernel: gemm_work(gpu, m, n, k, waves=kernel.waves, element_bytes=2, speed=1),
+        lambda kernel: gemm_work(gpu, m, n, k, waves=kernel.waves, element_bytes=element_bytes, speed=speed),
         (m, n, k),
         GEMM_AXES,
         measured_s,
@@ -72,9 +84,11 @@ def fit_decode_attention(
     kv_heads: Floats,
     head_dim: int,
     measured_s: Floats,
+    *,
+    element_bytes: float = 2,
 ) -> KernelModel:
-    """Fit attention of one new token a sequence over a 16-bit cache."""
-    work = decode_attention_work(gpu, sequences, tokens, heads, kv_heads, head_dim, 2)
+    """Fit attention of one new token a sequence over a cache of `element_bytes` an element."""
+    work = decode_attention_work(gpu, sequences, tokens, heads, kv_heads, head_dim, element_bytes)
     return _fit(lambda _: work, (sequences * kv_heads, tokens, heads / kv_heads), DECODE_AXES, measured_s)
 
 

@@ -142,14 +142,15 @@ class ClusterProfile:
     def from_yaml(cls, path: Path) -> ClusterProfile:
         """Read a cluster file: `pools` (nodes, gpus_per_node, gpu, link), `network`, `host`, `gpus`, `links`.
 
-        A GPU or link is a built-in name or one defined in the same file under `gpus` or `links`.
+        A GPU or link is a built-in name or one defined in the same file under `gpus` or `links`; a table that
+        one of these names as a `.json` file counts from the folder of the cluster file.
         Raises ConfigError for an unknown key or name.
         """
         try:
             tree = yaml.load(Path(path).read_text(), Loader=_LOADER)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(explain(f"cannot read the cluster file {path}", values=str(error))) from error
-        return _cluster_from_tree(Path(path).stem, tree)
+        return _cluster_from_tree(Path(path).stem, tree, Path(path).absolute().parent)
 
     @classmethod
     def load(cls, text: str) -> ClusterProfile:
@@ -188,7 +189,12 @@ def _builtin() -> tuple[Mapping[str, GpuProfile], Mapping[str, LinkProfile]]:
     return _gpus(tree["gpus"]), _links(tree["links"])
 
 
-def _gpus(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuProfile]:
+def _table_name(name: str, folder: Path | None) -> str:
+    """The name of a table; the path of a file counts from `folder`."""
+    return name if folder is None or not name.endswith(".json") else str(folder / name)
+
+
+def _gpus(tree: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> dict[str, GpuProfile]:
     return {
         name: GpuProfile(
             name=name,
@@ -196,7 +202,7 @@ def _gpus(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuProfile]:
             memory_bytes=int(float(row["memory_gb"]) * 1e9),
             memory_bandwidth_Bps=float(row["memory_gbps"]) * 1e9,
             compute_units=int(row["compute_units"]),
-            kernels=str(row["kernels"]),
+            kernels=_table_name(str(row["kernels"]), folder),
             link=str(row["link"]),
             network=str(row["network"]),
             host_link=str(row["host_link"]),
@@ -207,14 +213,14 @@ def _gpus(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuProfile]:
     }
 
 
-def _links(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, LinkProfile]:
+def _links(tree: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> dict[str, LinkProfile]:
     return {
         name: LinkProfile(
             name=name,
             bandwidth_Bps=float(row["gbps"]) * 1e9,
             latency_s=float(row["latency_us"]) * 1e-6,
             efficiency=float(row["efficiency"]),
-            collectives=row.get("collectives"),
+            collectives=_table_name(row["collectives"], folder) if row.get("collectives") else None,
         )
         for name, row in tree.items()
     }
@@ -259,7 +265,7 @@ def _parse_pool(part: str, text: str) -> GpuPool:
     return GpuPool(num_nodes=counts[0], gpus_per_node=counts[1], gpu=gpu, scale_up=link_profile(gpu.link))
 
 
-def _cluster_from_tree(name: str, tree: object) -> ClusterProfile:
+def _cluster_from_tree(name: str, tree: object, folder: Path) -> ClusterProfile:
     what = f"cannot read the cluster file {name}"
     known = {"name", "pools", "network", "host", "gpus", "links"}
     if not isinstance(tree, dict) or not tree.get("pools") or set(tree) - known:
@@ -268,8 +274,8 @@ def _cluster_from_tree(name: str, tree: object) -> ClusterProfile:
             explain(what, values=f"{keys}", rule=f"keys are {sorted(known)}, pools is required")
         )
     try:
-        gpus = {**builtin_gpus(), **_gpus(tree.get("gpus", {}))}
-        links = {**builtin_links(), **_links(tree.get("links", {}))}
+        gpus = {**builtin_gpus(), **_gpus(tree.get("gpus", {}), folder)}
+        links = {**builtin_links(), **_links(tree.get("links", {}), folder)}
         pools = [_pool_from_row(row, gpus, links) for row in tree["pools"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
