@@ -57,7 +57,8 @@ def test_a_key_that_several_kinds_share_is_told_once(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     out = output(capsys, "config", "keys", "clip_low")
-    assert out.count("algorithm.clip_low (grpo, ppo, remax)") == 1
+    assert out.count("algorithm.clip_low (grpo, ppo, remax, ") == 1
+    assert out.count("algorithm.clip_low (gspo)") == 1
 
 
 def test_an_unknown_word_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
