@@ -22,6 +22,11 @@ class BatchConfig(Frozen):
     """Optimizer steps in one pass."""
     micro_batch_rows: int = Field(default=8, ge=1)
     """Rows of one forward and backward pass on one unit."""
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one forward and backward pass on one unit, whatever the rows, in place of
+    `micro_batch_rows`: passes are then about equally full whatever the lengths. A row with more tokens is
+    taken alone.
+    """
 
 
 class OptimizerConfig(Frozen):
@@ -61,6 +66,10 @@ class SamplingConfig(Frozen):
     """Nucleus of the distribution that is sampled from."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample among the so many most likely tokens, and from the nucleus of what they share; null: all."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """Rows that a unit of the torch engine decodes at once; others enter as rows end, on whichever unit has
+    room. Null: all of a unit's share at once, unless the planner says otherwise.
+    """
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False

@@ -272,6 +272,27 @@ class Cluster:
             self._busy_s[what] = self._busy_s.get(what, 0.0) + busy_s
         return results
 
+    def converse(
+        self, first: Mapping[Rank, Call], then: Callable[[Rank, Any], Mapping[Rank, Call]], *, what: str
+    ) -> None:
+        """Send calls and, as each result arrives, the calls with which `then` answers it, until no call is
+        left. Workers do not wait for one another.
+
+        Raises as `run` does. What `take_busy_s` is told is the sum of the busiest worker.
+        """
+        pending, busy_s = self.submit(first), dict.fromkeys(self.ranks, 0.0)
+        while pending:
+            if self.stop.is_set() or self._halted.is_set():
+                raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
+            for ref in ready:
+                rank = pending.pop(ref)
+                result, seconds = _value(ref, rank, what)
+                busy_s[rank] += seconds
+                pending |= self.submit(then(rank, result))
+        with self._lock:
+            self._busy_s[what] = self._busy_s.get(what, 0.0) + max(busy_s.values())
+
     def halt(self) -> None:
         """End all waits, because a stage failed or a stop is on its way; `reap` lifts it."""
         self._halted.set()

@@ -28,6 +28,7 @@ from nereus.emu.checkpoint.part import Part, write_part
 from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
 from nereus.emu.decision import Decision
 from nereus.emu.device_memory import take_peak_bytes
+from nereus.emu.engines.feeding import Fed, FeedEngine
 from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
 from nereus.emu.engines.registry import open_generator, open_trainer
 from nereus.emu.executor import Executor
@@ -212,18 +213,44 @@ class Worker:
             rollouts = self._generators[stage].generate(prompts, sampling, version)
         return rollouts if self._leads(stage) else None
 
+    def feed(
+        self, stage: str, prompts: PromptBatch, sampling: Sampling, version: int, begin: bool, more: bool
+    ) -> Fed | None:
+        """Answer prompts beside those that run; collective over the unit. Its first rank returns what is
+        whole.
+        """
+        engine = self._generators[stage]
+        assert isinstance(engine, FeedEngine), f"{stage} takes all of its rows at once"
+        with self._timings.of(f"{stage}/generate"):
+            fed = engine.feed(prompts, sampling, version, begin=begin, more=more)
+        return fed if self._leads(stage) else None
+
     def score(
-        self, stage: str, batch: TokenBatch, micro_batch_rows: int, temperature: float
+        self,
+        stage: str,
+        batch: TokenBatch,
+        micro_batch_rows: int,
+        temperature: float,
+        micro_batch_tokens: int | None = None,
     ) -> Scores | None:
         """Log-probabilities or values of the responses; collective over the unit."""
         engine = self._engines[stage]
         with self._timings.of(f"{stage}/score"):
-            scores = engine.score(batch, micro_batch_rows=micro_batch_rows, temperature=temperature)
+            scores = engine.score(
+                batch,
+                micro_batch_rows=micro_batch_rows,
+                micro_batch_tokens=micro_batch_tokens,
+                temperature=temperature,
+            )
         return scores if self._leads(stage) else None
 
-    def rewards(self, stage: str, batch: TokenBatch, micro_batch_rows: int) -> Tensor | None:
+    def rewards(
+        self, stage: str, batch: TokenBatch, micro_batch_rows: int, micro_batch_tokens: int | None = None
+    ) -> Tensor | None:
         """A reward model's judgement of each row; collective over the unit."""
-        rewards_b = self._engines[stage].rewards(batch, micro_batch_rows=micro_batch_rows)
+        rewards_b = self._engines[stage].rewards(
+            batch, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens
+        )
         return rewards_b if self._leads(stage) else None
 
     def train_step(

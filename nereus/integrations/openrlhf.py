@@ -42,6 +42,8 @@ RULES: Mapping[str, Rule] = {
     "n_samples_per_prompt": Rule(to="batch.samples"),
     "train_batch_size": Rule(note=TOGETHER),
     "micro_train_batch_size": Rule(to="batch.micro_batch_rows"),
+    "use_dynamic_batch": Rule(note=TOGETHER),
+    "train_max_tokens_per_gpu": Rule(note=TOGETHER),
     "max_epochs": Rule(to="batch.epochs"),
     "num_episodes": Rule(note=TOGETHER),
     "actor_learning_rate": Rule(to="optimizer.learning_rate"),
@@ -101,7 +103,7 @@ NOT_NEEDED = (
     "wandb_project", "use_tensorboard", "logging_steps", "eval_steps", "eval_dataset", "eval_split",
     "prompt_split", "ckpt_path", "load_checkpoint", "save_hf_ckpt", "disable_ds_ckpt",
     "normalize_reward", "grad_accum_dtype", "gradient_checkpointing_use_reentrant", "input_template",
-    "disable_fast_tokenizer", "vllm_generate_batch_size", "use_dynamic_batch", "max_len",
+    "disable_fast_tokenizer", "vllm_generate_batch_size", "max_len", "rollout_max_tokens_per_gpu",
 )  # fmt: skip
 
 
@@ -213,6 +215,8 @@ def _batch(settings: Mapping[str, Any], tree: Tree) -> None:
     if betas := settings.get("adam_betas"):
         place(tree, "optimizer.beta1", betas[0])
         place(tree, "optimizer.beta2", betas[1])
+    if settings.get("use_dynamic_batch"):
+        place(tree, "batch.micro_batch_tokens", settings.get("train_max_tokens_per_gpu", 16_192))
     if settings.get("zero_stage", 2) >= 1:
         place(tree, "optimizer.zero1", True)
 

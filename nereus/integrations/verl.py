@@ -57,9 +57,8 @@ RULES: Mapping[str, Rule] = {
     f"{ACTOR}ppo_epochs": Rule(to="batch.epochs"),
     f"{ACTOR}ppo_mini_batch_size": Rule(note=TOGETHER),
     f"{ACTOR}ppo_micro_batch_size_per_gpu": Rule(to="batch.micro_batch_rows"),
-    f"{ACTOR}use_dynamic_bsz": Rule(
-        only=(False, None), otherwise="micro-batches have a fixed number of rows"
-    ),
+    f"{ACTOR}use_dynamic_bsz": Rule(note=TOGETHER),
+    f"{ACTOR}ppo_max_token_len_per_gpu": Rule(note=TOGETHER),
     f"{ACTOR}grad_clip": Rule(to="optimizer.max_gradient_norm"),
     f"{ACTOR}clip_ratio": Rule(note=TOGETHER),
     f"{ACTOR}clip_ratio_low": Rule(note=TOGETHER),
@@ -136,7 +135,6 @@ NOT_NEEDED = (
     "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.model.trust_remote_code",
     "actor_rollout_ref.model.override_config",
-    f"{ACTOR}ppo_max_token_len_per_gpu",
     f"{ACTOR}shuffle",
     f"{ACTOR}use_torch_compile",
     f"{ACTOR}fsdp_config",
@@ -302,6 +300,8 @@ def _batch(settings: Mapping[str, Any], tree: Tree, missing: list[str]) -> None:
     elif mini:
         place(tree, "batch.mini_batches", max(1, round(prompts / mini)))
     place(tree, "batch.samples", settings.get(f"{ROLLOUT}n", 1))
+    if settings.get(f"{ACTOR}use_dynamic_bsz"):
+        place(tree, "batch.micro_batch_tokens", settings.get(f"{ACTOR}ppo_max_token_len_per_gpu", 16_384))
     if betas := settings.get(f"{ACTOR}optim.betas"):
         place(tree, "optimizer.beta1", betas[0])
         place(tree, "optimizer.beta2", betas[1])

@@ -13,6 +13,7 @@ from nereus.emu.batch import TrainBatch, TrainMetrics
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
 from nereus.emu.loss import Loss
+from nereus.tasks.batch_limit import micro_batch_limit
 from nereus.tasks.counters import step_counts
 from nereus.tasks.job import Job
 from nereus.tasks.micro_batches import cut_batch, deal_rows
@@ -64,8 +65,8 @@ def _optimizer_step(
     spec = job.stages[stage]
     counts = GlobalCounts.from_mask(batch.mask_bt, max_tokens=job.config.sampling.max_new_tokens)
     lengths = (batch.batch.prompt_lens_b + batch.batch.response_lens_b).tolist()
-    rows = spec.train_rows or job.config.batch.micro_batch_rows
-    shares = deal_rows(lengths, num_units=len(spec.units), micro_batch_rows=rows)
+    limit = micro_batch_limit(job.config, spec, spec.train_rows)
+    shares = deal_rows(lengths, num_units=len(spec.units), limit=limit)
     calls: dict[Rank, Call] = {}
     for unit, micros in zip(spec.units, shares, strict=True):
         parts = job.cluster.share([cut_batch(batch, micro) for micro in micros])

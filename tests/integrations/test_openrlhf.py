@@ -75,6 +75,13 @@ def test_a_script_is_this_campaign_once_the_steps_are_given(script: Path) -> Non
     assert config.name == "qwen3-4b"
 
 
+def test_dynamic_batches_become_a_limit_in_tokens() -> None:
+    words = ["--use_dynamic_batch", "--train_max_tokens_per_gpu", "8192"]
+    assert read_openrlhf(words).tree["batch"]["micro_batch_tokens"] == 8192
+    assert read_openrlhf(words[:1]).tree["batch"]["micro_batch_tokens"] == 16_192
+    assert "micro_batch_tokens" not in read_openrlhf(words[1:]).tree["batch"]
+
+
 def test_separate_engines_take_gpus_of_their_own() -> None:
     words = ["--actor_num_gpus_per_node", "4", "--vllm_num_engines", "2", "--vllm_tensor_parallel_size", "2"]
     tree = read_openrlhf(words).tree

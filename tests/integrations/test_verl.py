@@ -79,6 +79,19 @@ def test_verls_grpo_example_is_this_campaign_once_the_open_questions_are_answere
     assert config.name == "qwen3_8b_function_rm"
 
 
+def test_dynamic_batches_become_a_limit_in_tokens() -> None:
+    dynamic, limit = (
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )
+    found = adopt_verl(grpo(**{dynamic: True, limit: 24_000}))
+    assert found.tree["batch"]["micro_batch_tokens"] == 24_000
+    assert not [entry for entry in found.of(Fate.UNSUPPORTED) if "dynamic" in entry.key]
+    # verl's own default where the limit is not set, and no limit where the switch is off
+    assert adopt_verl(grpo(**{dynamic: True})).tree["batch"]["micro_batch_tokens"] == 16_384
+    assert "micro_batch_tokens" not in adopt_verl(grpo(**{dynamic: False, limit: 24_000})).tree["batch"]
+
+
 def test_a_yaml_tree_and_overrides_are_read_as_one_with_the_later_winning(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("data: {train_batch_size: 64}\nalgorithm: {adv_estimator: gae, gamma: 0.99}\n")

@@ -29,15 +29,24 @@ class ScoreEngine(Protocol):
         ...
 
     def score(
-        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: TokenBatch,
+        *,
+        micro_batch_rows: int,
+        micro_batch_tokens: int | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
     ) -> Scores:
         """Log-probabilities (or values, for a value head) of the response tokens; rows in order.
 
+        A forward pass is over `micro_batch_rows` rows, or over as many as have `micro_batch_tokens` tokens.
         Collective over the unit; every rank gets the same batch and every rank returns the full result.
         """
         ...
 
-    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+    def rewards(
+        self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
+    ) -> Tensor:
         """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
         ...
 

@@ -43,7 +43,13 @@ def alone(config: DecoderConfig, source: LogicalSource | None = None, **options:
 
 
 def generate(
-    worker: int, address: StoreAddress, number: int, case: Case, prompts: PromptBatch, sampling: Sampling
+    worker: int,
+    address: StoreAddress,
+    number: int,
+    case: Case,
+    prompts: PromptBatch,
+    sampling: Sampling,
+    max_rows: int | None = None,
 ) -> dict[str, Any]:
     """The rollouts as this worker returns them, as arrays."""
     generation = Generation.join(address, number=number, worker=worker, workers=range(case.world_size))
@@ -51,7 +57,7 @@ def generate(
         layout = case.layout(0)
         groups = generation.unit_groups([layout], model=decoder_spec(case.config))
         assert groups is not None
-        generator = TorchGenerator(case.config, layout, groups)
+        generator = TorchGenerator(case.config, layout, groups, max_rows=max_rows)
         source: LogicalSource = HFSource(case.folder) if case.folder else Random(case.config)
         fill(generator.state, source, {"theta": "theta"})
         out = arrays(generator.generate(prompts, sampling, 3))

@@ -193,8 +193,8 @@ def test_long_tails_grow_and_compact_the_cache(monkeypatch: pytest.MonkeyPatch) 
     moves: list[tuple[int, int]] = []
     keep = KVCache.keep
 
-    def watched(self: Any, rows_r: Any, capacity: int) -> None:
-        keep(self, rows_r, capacity)
+    def watched(self: Any, rows_r: Any, capacity: int, **lead: int) -> None:
+        keep(self, rows_r, capacity, **lead)
         moves.append((len(self.pads_b), self.capacity))
 
     monkeypatch.setattr(KVCache, "keep", watched)

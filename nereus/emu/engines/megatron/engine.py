@@ -104,17 +104,28 @@ class MegatronEngine:
         return self._grad
 
     def score(
-        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: TokenBatch,
+        *,
+        micro_batch_rows: int,
+        micro_batch_tokens: int | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
     ) -> Scores:
         """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
-        kbt = self._forward(batch, micro_batch_rows, temperature=temperature, entropy=entropy)
+        kbt = self._forward(
+            batch, (micro_batch_rows, micro_batch_tokens), temperature=temperature, entropy=entropy
+        )
         if self._config.head == "value":
             return Scores(values_bt=kbt[0])
         return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
 
-    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+    def rewards(
+        self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
+    ) -> Tensor:
         """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
-        return self._forward(batch, micro_batch_rows, temperature=1.0, entropy=False, read="last")[0, :, 0]
+        limit = (micro_batch_rows, micro_batch_tokens)
+        return self._forward(batch, limit, temperature=1.0, entropy=False, read="last")[0, :, 0]
 
     def close(self) -> None:
         """Free Megatron's scratch memory and what it caches by module."""
@@ -166,7 +177,7 @@ class MegatronEngine:
     def _forward(
         self,
         batch: TokenBatch,
-        micro_batch_rows: int,
+        limit: tuple[int, int | None],
         *,
         temperature: float,
         entropy: bool,
@@ -178,7 +189,7 @@ class MegatronEngine:
         out_kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=self._device)
         if batch.num_rows == 0:
             return out_kbt.cpu()
-        places = list(by_length(batch, micro_batch_rows))
+        places = list(by_length(batch, *limit))
         packed = [pack(batch.select(rows_c).trimmed(), read).to(self._device) for rows_c in places]
         rows = [Rows.of(one) for one in packed]
 

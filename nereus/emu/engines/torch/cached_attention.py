@@ -17,7 +17,7 @@ from nereus.emu.engines.torch.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAttention:
-    """Causal attention over distinct prompts that leaves their keys and values in the cache.
+    """Causal attention over distinct prompts that leaves their keys and values in the cache's newest slots.
 
     `slots_n` is where each token goes in the flattened [u, s] of prompts aligned at their ends, u * s for a
     token to drop; None when they fill it. Row `rows_b[i]` of the cache holds prompt `prompts_b[i]`, so the
@@ -44,7 +44,8 @@ class PromptAttention:
             empty = x_nkd.new_zeros(size + 1, *x_nkd.shape[1:])
             x_nkd = empty.index_copy_(0, self.slots_n, x_nkd)[:size]
         x_ukcd = x_nkd.reshape(self.num_prompts, self.num_slots, *x_nkd.shape[1:]).transpose(1, 2)
-        target_bkcd[:, :, : self.num_slots].index_copy_(
+        end = self.cache.length
+        target_bkcd[:, :, end - self.num_slots : end].index_copy_(
             0, self.rows_b, x_ukcd.index_select(0, self.prompts_b)
         )
 

@@ -1,198 +1,193 @@
-"""The decoding loop: draw a token for every running row, drop the rows that are done, go on.
+"""The decoding loop: draw a token for every running row; rows that are done leave, and waiting rows enter.
 
-Letters: b rows of the call, r running rows, t response positions.
+Letters: r slots of the cache, n slots chosen, v vocabulary.
 
-Most rows of a step end early and a few run long, so the cache is compacted whenever a quarter of the running
-rows is done: the tail costs what its own rows cost.
+Rows end at different times, and a slot whose row is done costs as much as one that works. So a waiting row
+takes its place as soon as an eighth of the slots are free, which makes of the prompts that enter one forward
+pass. When nobody waits any more, the cache is compacted whenever a quarter of it is done: the tail costs what
+its own rows cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nereus.emu.batch import PromptBatch, Sampling
+from nereus.emu.batch import Sampling
 from nereus.emu.engines.torch.decode_forward import DecodeForward
-from nereus.emu.engines.torch.sampling import num_draws, sample, uniforms
+from nereus.emu.engines.torch.draw import Draw
+from nereus.emu.engines.torch.transcript import Transcript
+from nereus.emu.engines.torch.waiting import Waiting
 
-COMPACT_BELOW = 0.75  # share of running rows that are alive
-GROWTH = 128  # first allocation of response slots; doubled when they are used up
-_UNIFORMS = 64  # positions whose random numbers are made at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """Responses [b, t] right-padded with zeros, their log-probabilities, lengths, and whether a stop ended
-    them. Log-probabilities are valid on the last stage only.
-    """
-
-    tokens_bt: Tensor
-    logprobs_bt: Tensor
-    lens_b: Tensor
-    stopped_b: Tensor
+COMPACT_BELOW = 0.75  # share of the slots whose rows run
+REFILL_FROM = 0.125  # share of the slots that are free
+TRIM_FROM = 0.25  # share of the cache's length that no running row reaches
+GROWTH = 128  # slots of tokens added at once, or an eighth of the length: copying costs a step 2 % or less
 
 
-class _Transcript:
-    """What was drawn so far: steps since the last compaction as they came, all before it in place."""
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._blocks: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._tokens: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
-        self._num_rows = num_rows
-        self.rows_r = torch.arange(num_rows, device=device)
-
-    def add(self, tokens_r: Tensor, logprobs_r: Tensor) -> None:
-        """One step of the running rows."""
-        self._tokens.append(tokens_r)
-        self._logprobs.append(logprobs_r)
-
-    def keep(self, alive_r: Tensor) -> None:
-        """Go on with these of the running rows."""
-        self._close()
-        self.rows_r = self.rows_r[alive_r]
-
-    def _close(self) -> None:
-        if self._tokens:
-            block = (self.rows_r, torch.stack(self._tokens, dim=1), torch.stack(self._logprobs, dim=1))
-            self._blocks.append(block)
-            self._tokens, self._logprobs = [], []
-
-    def finish(self, stop_ids: Sequence[int]) -> Decoded:
-        """Everything, cut after each row's first stop token."""
-        self._close()
-        num_steps = sum(tokens_rt.shape[1] for _, tokens_rt, _ in self._blocks)
-        tokens_bt = torch.zeros(self._num_rows, num_steps, dtype=torch.long, device=self.rows_r.device)
-        logprobs_bt = torch.zeros(self._num_rows, num_steps, device=self.rows_r.device)
-        at = 0
-        for rows_r, tokens_rt, logprobs_rt in self._blocks:
-            columns = slice(at, at + tokens_rt.shape[1])
-            tokens_bt[rows_r, columns], logprobs_bt[rows_r, columns] = tokens_rt, logprobs_rt
-            at = columns.stop
-        is_stop_bt = torch.isin(tokens_bt, torch.tensor(stop_ids, dtype=torch.long, device=tokens_bt.device))
-        before_bt = is_stop_bt.cumsum(dim=1) - is_stop_bt.long()
-        mask_bt = before_bt == 0
-        lens_b = mask_bt.sum(dim=1)
-        return Decoded(
-            tokens_bt=tokens_bt * mask_bt,
-            logprobs_bt=logprobs_bt * mask_bt,
-            lens_b=lens_b,
-            stopped_b=is_stop_bt.any(dim=1),
-        )
-
-
-class _Draw:
-    """The rule by which tokens of the running rows are chosen, and their random numbers."""
+class _Run:
+    """One set of rows in a cache."""
 
     def __init__(
-        self, prompts: PromptBatch, sampling: Sampling, vocab_size: int, device: torch.device
+        self, forward: DecodeForward, sampling: Sampling, device: torch.device, num_slots: int
     ) -> None:
+        self.forward = forward
         self._sampling, self._device = sampling, device
-        self._draws = num_draws(vocab_size)
-        self._ids_r = prompts.sample_ids_b
-        greedy_r = prompts.greedy_b | (sampling.temperature == 0.0)
-        self._all_greedy = bool(greedy_r.all())
-        self._greedy_r = greedy_r.to(device) if bool(greedy_r.any()) else None
-        self._temperature = sampling.temperature or 1.0
-        self._block_ndr: Tensor | None = None
-        self._first = 0
+        self._draw = Draw(sampling, num_slots, forward.vocab_size, device)
+        self._transcript = Transcript(num_slots, sampling.max_new_tokens, device)
+        self._is_stop_v = _stop_table(sampling.stop_token_ids, forward.vocab_size, device)
+        self._prompt_lens_r = torch.zeros(num_slots, dtype=torch.long)
+        self._alive_r = torch.zeros(num_slots, dtype=torch.bool)
+        self._tokens_r = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._is_filled = False
+        self.num_alive = 0
 
-    def __call__(self, logits_rv: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of the running rows at a response position."""
-        return sample(
-            logits_rv,
-            None if self._all_greedy else self._uniforms(position),
-            self._greedy_r,
-            temperature=self._temperature,
-            top_p=self._sampling.top_p,
-            top_k=self._sampling.top_k,
+    @property
+    def num_free(self) -> int:
+        """Slots whose rows are done."""
+        return len(self._alive_r) - self.num_alive
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether enough slots are free to let rows enter."""
+        return self.num_free >= max(1.0, REFILL_FROM * len(self._alive_r))
+
+    def enter(self, waiting: Waiting) -> Generator[None, None, None]:
+        """Let rows enter the free slots."""
+        self.evict(waiting)
+        free_n = (~self._alive_r).nonzero()[:, 0]
+        slots_n = free_n[: len(waiting)]
+        rows_n, prompts = waiting.take(len(slots_n))
+        if self._is_filled:
+            logits_nv = self.forward.enter(prompts.tokens_bs, prompts.lens_b, slots_n)
+        else:
+            assert len(slots_n) == len(self._alive_r), "a set begins with a row in every slot"
+            width = int(prompts.lens_b.max())
+            room = min(GROWTH, self._sampling.max_new_tokens)
+            logits_nv = self.forward.prompts(prompts.tokens_bs, prompts.lens_b, width + room)
+            self._is_filled = True
+        self._draw.put(slots_n, prompts)
+        yield
+        tokens_n, logprobs_n = self._agreed(
+            len(slots_n), None if logits_nv is None else self._draw.first(logits_nv, slots_n)
         )
+        self._transcript.put(slots_n, rows_n, tokens_n, logprobs_n)
+        self._tokens_r[slots_n.to(self._device)] = tokens_n
+        self._prompt_lens_r[slots_n] = prompts.lens_b
+        self._alive_r[slots_n] = True
+        self._mark_done()
 
-    def _uniforms(self, position: int) -> Tensor:
-        block = self._block_ndr
-        if block is None or position >= self._first + len(block):
-            number = min(_UNIFORMS, self._sampling.max_new_tokens - position)
-            block = uniforms(
-                self._sampling, self._ids_r, first=position, num_positions=number, draws=self._draws
-            ).to(self._device)
-            self._block_ndr, self._first = block, position
-        return block[position - self._first]
+    def step(self, waiting: Waiting) -> Generator[None, None, None]:
+        """One more token of every row."""
+        self._make_room(is_last=not waiting.is_open and not len(waiting))
+        logits_rv = self.forward.step(self._tokens_r)
+        yield
+        drawn = None if logits_rv is None else self._draw.next(logits_rv, self._transcript.drawn_r)
+        self._tokens_r, logprobs_r = self._agreed(len(self._alive_r), drawn)
+        self._transcript.add(self._tokens_r, logprobs_r)
+        self._mark_done()
 
-    def keep(self, alive_r: Tensor) -> None:
-        """Go on with these of the running rows."""
-        self._ids_r = self._ids_r[alive_r.cpu()]
-        self._greedy_r = None if self._greedy_r is None else self._greedy_r[alive_r]
-        self._block_ndr = None if self._block_ndr is None else self._block_ndr[:, :, alive_r]
+    def compact(self, waiting: Waiting) -> None:
+        """Drop the slots whose rows are done, if they are many."""
+        if self.num_alive > COMPACT_BELOW * len(self._alive_r):
+            return
+        self.evict(waiting)
+        slots_r = self._alive_r.nonzero()[:, 0]
+        at_r = slots_r.to(self._device)
+        self._prompt_lens_r, self._alive_r = self._prompt_lens_r[slots_r], self._alive_r[slots_r]
+        self._transcript.keep(slots_r)
+        self._draw.keep(slots_r)
+        self._tokens_r = self._tokens_r[at_r]
+        self._move_cache(at_r, is_last=True)
+
+    def evict(self, waiting: Waiting) -> None:
+        """Hand over the responses that are whole."""
+        done_n = (~self._alive_r & (self._transcript.rows_r >= 0)).nonzero()[:, 0]
+        if len(done_n):
+            waiting.finish(self._transcript.take(done_n, self._sampling.stop_token_ids))
+
+    def _agreed(self, num: int, drawn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """The last stage's tokens, and its log-probabilities, or zeros on other stages."""
+        if drawn is None:
+            empty = torch.empty(num, dtype=torch.long, device=self._device)
+            return self.forward.agree(empty), torch.zeros(num, device=self._device)
+        return self.forward.agree(drawn[0]), drawn[1]
+
+    def _mark_done(self) -> None:
+        """Rows that stopped or reached the limit run no more."""
+        if self._is_stop_v is not None:
+            self._alive_r &= ~self._is_stop_v[self._tokens_r].cpu()
+        self._alive_r &= self._transcript.drawn_r < self._sampling.max_new_tokens
+        self.num_alive = int(self._alive_r.sum())
+
+    def _longest(self) -> int:
+        """Tokens in the cache of the longest row that runs; its newest token is not there yet."""
+        return int((self._prompt_lens_r + self._transcript.drawn_r - 1)[self._alive_r].max())
+
+    def _make_room(self, *, is_last: bool) -> None:
+        """Have a free slot, and few leading slots that no running row reaches. `is_last`: nobody enters any
+        more.
+        """
+        cache = self.forward.cache
+        lead = cache.length - self._longest()
+        if cache.capacity == cache.length or lead > TRIM_FROM * cache.length:
+            self._move_cache(None, is_last=is_last)
+
+    def _move_cache(self, rows_r: Tensor | None, *, is_last: bool) -> None:
+        """So the cache has no more than the longest row, a third of it, and `GROWTH` slots."""
+        cache, longest = self.forward.cache, self._longest()
+        drawn = 1 if not is_last else int(self._transcript.drawn_r[self._alive_r].min())
+        left = self._sampling.max_new_tokens - drawn
+        room = max(1, min(left, max(GROWTH, longest // 8)))
+        cache.keep(rows_r, longest + room, lead=cache.length - longest)
 
 
 def decode(
-    forward: DecodeForward, prompts: PromptBatch, sampling: Sampling, device: torch.device
-) -> Generator[None, None, Decoded]:
-    """Answer prompts; equal on every rank of the unit but for log-probabilities.
+    forward: DecodeForward, waiting: Waiting, sampling: Sampling, device: torch.device, *, num_slots: int
+) -> Generator[None, None, None]:
+    """Answer waiting rows, at most `num_slots` at once; it ends when the queue is closed and empty.
 
-    Collective over the unit. It pauses wherever the next stage has work, so that a stage which runs several
-    of these by turns is not idle meanwhile.
+    Collective over the unit, and equal on all of its ranks but for log-probabilities. It pauses wherever the
+    next stage has work, so that a stage which runs several of these by turns is not idle meanwhile; and where
+    it has free slots that an open queue cannot fill.
     """
-    draw = _Draw(prompts, sampling, forward.vocab_size, device)
-    transcript = _Transcript(prompts.num_rows, device)
-    width, limit = int(prompts.lens_b.max()), sampling.max_new_tokens
-    alive_r = torch.ones(prompts.num_rows, dtype=torch.bool, device=device)
-    is_stop_v = _stop_table(sampling.stop_token_ids, forward.vocab_size, device)
-    logits_rv = forward.prompts(prompts.tokens_bs, prompts.lens_b, width + min(GROWTH, limit))
-    for position in range(limit):
-        yield
-        if logits_rv is None:
-            tokens_r = torch.empty(len(alive_r), dtype=torch.long, device=device)
-            logprobs_r = torch.zeros(len(alive_r), device=device)
-        else:
-            tokens_r, logprobs_r = draw(logits_rv, position)
-        tokens_r = forward.agree(tokens_r)
-        transcript.add(tokens_r, logprobs_r)
-        if position + 1 == limit:
+    run = _Run(forward, sampling, device, num_slots)
+    while True:
+        if run.wants_rows and len(waiting):
+            yield from run.enter(waiting)
+        elif run.wants_rows and waiting.is_open:
+            run.evict(waiting)
+            waiting.is_wanted = True
+            yield
+        elif run.num_alive == 0:
             break
-        rows_r = None
-        if is_stop_v is not None:
-            alive_r &= ~is_stop_v[tokens_r]
-            num_alive = int(alive_r.sum())
-            if num_alive == 0:
-                break
-            if num_alive <= COMPACT_BELOW * len(alive_r):
-                rows_r = alive_r.nonzero()[:, 0]
-                transcript.keep(rows_r)
-                draw.keep(rows_r)
-                tokens_r, alive_r = tokens_r[rows_r], alive_r[rows_r]
-        _make_room(forward, rows_r, limit - position - 1)
-        logits_rv = forward.step(tokens_r)
+        else:
+            if not waiting.is_open and not len(waiting):
+                run.compact(waiting)
+            yield from run.step(waiting)
+    run.evict(waiting)
     forward.finish()
-    return transcript.finish(sampling.stop_token_ids)
 
 
-def by_turns(runs: Sequence[Generator[None, None, Decoded]]) -> list[Decoded]:
-    """Advance all runs in turn until each has its result; results in order of the runs."""
-    results: dict[int, Decoded] = {}
-    while len(results) < len(runs):
-        for number, run in enumerate(runs):
-            if number in results:
-                continue
-            try:
-                next(run)
-            except StopIteration as end:
-                results[number] = end.value
-    return [results[number] for number in range(len(runs))]
+Runs = Sequence[Generator[None, None, None]]
 
 
-def _make_room(forward: DecodeForward, rows_r: Tensor | None, left: int) -> None:
-    """Compact the cache to these rows, or grow it when its slots are used up; `left` slots may be needed."""
-    cache = forward.cache
-    free = cache.capacity - cache.length
-    if rows_r is None and free > 0:
-        return
-    used = cache.length
-    slots = free if free > 0 else min(left, max(GROWTH, used))
-    cache.keep(rows_r, cache.length + slots)
+def by_turns(runs: Runs, waiting: Waiting) -> Runs:
+    """Advance all runs in turn until each has ended or one wants rows; returns those that have not ended."""
+    going = list(runs)
+    while going and not waiting.is_wanted:
+        going = [run for run in going if _goes_on(run)]
+    return going
+
+
+def _goes_on(run: Generator[None, None, None]) -> bool:
+    try:
+        next(run)
+    except StopIteration:
+        return False
+    return True
 
 
 def _stop_table(stop_ids: Sequence[int], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The forward passes of decoding through all stages of a unit: the prompts once, then a token a row.
+"""The forward passes of decoding through all stages of a unit: prompts when they enter, then a token a row.
 
 Letters: b rows, u distinct prompts, s prompt width, n packed tokens, h hidden, v vocabulary.
 
@@ -52,31 +52,46 @@ class DecodeForward:
         return self._cache
 
     def prompts(self, tokens_bs: Tensor, lens_b: Tensor, capacity: int) -> Tensor | None:
-        """Fill a new cache of `capacity` slots with right-padded prompts; logits of each row's first token.
-
-        Equal prompts are computed once. At most `prefill_tokens` tokens, and at least one prompt, are
-        computed at a time.
-        """
-        width = int(lens_b.max())
-        distinct, of_b = _distinct(tokens_bs[:, :width], lens_b)
-        weights, device = self._stage.weights, self._stage.table.device
+        """Fill a new cache of `capacity` slots with right-padded prompts; logits of their first tokens."""
+        weights, width = self._stage.weights, int(lens_b.max())
         self._cache = KVCache(
             num_layers=len(weights.layers),
             num_kv=weights.layers[0].num_kv,
             head_dim=weights.config.head_dim,
-            pads_b=(width - lens_b).to(device),
+            pads_b=(width - lens_b).to(self._stage.table.device),
             capacity=capacity,
             dtype=self._stage.table.dtype,
         )
-        parts = []
+        self._cache.length = width
+        return self._fill(tokens_bs, lens_b, torch.arange(len(lens_b)))
+
+    def enter(self, tokens_ns: Tensor, lens_n: Tensor, rows_n: Tensor) -> Tensor | None:
+        """Put other prompts into rows of the cache that are done; logits [n, v] of their first tokens.
+
+        The rest of the cache stays, but for a shift where a prompt is longer than every row.
+        """
+        missing = int(lens_n.max()) - self.cache.length
+        if missing > 0:
+            self.cache.keep(None, self.cache.capacity + missing, lead=-missing)
+        device = self._stage.table.device
+        self.cache.replace(rows_n.to(device), lens_n.to(device))
+        return self._fill(tokens_ns, lens_n, rows_n)
+
+    def _fill(self, tokens_bs: Tensor, lens_b: Tensor, rows_b: Tensor) -> Tensor | None:
+        """Prompts into rows `rows_b` of the cache. Equal prompts are computed once; at most `prefill_tokens`
+        tokens, and at least one prompt, are computed at a time.
+        """
+        width, parts = int(lens_b.max()), []
+        distinct, of_b = _distinct(tokens_bs[:, :width], lens_b)
         num_at_once = max(1, self._prefill_tokens // width)
         for first in range(0, distinct.num_rows, num_at_once):
             chosen = torch.arange(first, min(first + num_at_once, distinct.num_rows))
-            rows_b = ((of_b >= first) & (of_b < first + num_at_once)).nonzero()[:, 0]
-            parts.append(self._prompt_chunk(distinct.select(chosen), width, rows_b, of_b[rows_b] - first))
-        self._cache.length = width
+            own_b = ((of_b >= first) & (of_b < first + num_at_once)).nonzero()[:, 0]
+            parts.append(
+                self._prompt_chunk(distinct.select(chosen), width, rows_b[own_b], of_b[own_b] - first)
+            )
         logits = [part for part in parts if part is not None]
-        return torch.cat(logits).index_select(0, of_b.to(device)) if logits else None
+        return torch.cat(logits).index_select(0, of_b.to(logits[0].device)) if logits else None
 
     def _prompt_chunk(
         self, prompts: TokenBatch, num_slots: int, rows_b: Tensor, prompts_b: Tensor

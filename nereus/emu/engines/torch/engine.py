@@ -94,7 +94,13 @@ class TorchEngine:
         return self._grad
 
     def score(
-        self, batch: TokenBatch, *, micro_batch_rows: int, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: TokenBatch,
+        *,
+        micro_batch_rows: int,
+        micro_batch_tokens: int | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
     ) -> Scores:
         """Log-probabilities (or values, for a value head) of the response tokens; rows in order.
 
@@ -106,6 +112,7 @@ class TorchEngine:
             self._groups,
             batch,
             micro_batch_rows=micro_batch_rows,
+            micro_batch_tokens=micro_batch_tokens,
             temperature=temperature,
             entropy=entropy,
         )
@@ -113,13 +120,16 @@ class TorchEngine:
             return Scores(values_bt=kbt[0])
         return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
 
-    def rewards(self, batch: TokenBatch, *, micro_batch_rows: int) -> Tensor:
+    def rewards(
+        self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
+    ) -> Tensor:
         """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
         kbt = score(
             self._stage,
             self._groups,
             batch,
             micro_batch_rows=micro_batch_rows,
+            micro_batch_tokens=micro_batch_tokens,
             temperature=1.0,
             entropy=False,
             read="last",

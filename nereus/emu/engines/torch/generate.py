@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,15 @@ from torch import Tensor
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines.feeding import Fed
 from nereus.emu.engines.rollouts import check_prompts, side_by_side
-from nereus.emu.engines.torch.decode import Decoded, by_turns, decode
+from nereus.emu.engines.torch.decode import Runs, by_turns, decode
 from nereus.emu.engines.torch.decode_forward import DecodeForward
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.product import packed
 from nereus.emu.engines.torch.rope import RopeTable
+from nereus.emu.engines.torch.transcript import Finished
+from nereus.emu.engines.torch.waiting import Waiting
 from nereus.emu.engines.torch.weights import StageWeights, covered, stage_weights
 from nereus.emu.layout import Layout, shard
 from nereus.emu.unit_groups import UnitGroups
@@ -24,12 +28,21 @@ from nereus.emu.unit_groups import UnitGroups
 PACK_FROM_STEPS = 16  # a packed copy costs about as much as it saves in ten steps
 
 
+@dataclass(kw_only=True)
+class _Session:
+    """Rows that are being answered: those that run, those that wait, and the prompts of all of them."""
+
+    waiting: Waiting
+    runs: Runs
+    prompts: list[PromptBatch]
+
+
 class TorchGenerator:
     """A `GenerateEngine` over one shard, its own or one that a training engine holds (`state`).
 
-    On CPUs a call holds a packed copy of the large float32 weights for as long as it runs. At most `max_rows`
-    prompts are in the cache at once (None: all of a call) and at most `prefill_tokens` of their tokens are
-    computed at a time; neither changes what is drawn.
+    On CPUs a packed copy of the large float32 weights is held for as long as rows run. At most `max_rows`
+    rows are in the cache at once (None: all that come first), others enter as rows end; and at most
+    `prefill_tokens` of prompts are computed at a time. Neither changes what is drawn.
     """
 
     def __init__(
@@ -50,6 +63,7 @@ class TorchGenerator:
         self._state = state or ShardState.empty(mine, {"theta": dtype}, self.device)
         self._table = RopeTable(config.rope, config.head_dim, self._state["theta"].flat.dtype, self.device)
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        self._session: _Session | None = None
 
     @property
     def state(self) -> ShardState:
@@ -65,29 +79,57 @@ class TorchGenerator:
         """
         check_prompts(prompts)
         if prompts.num_rows == 0:
-            return _rollouts(prompts, _nothing(), torch.zeros(0, 0), version)
-        stage = Stage(weights=self._weights(sampling.max_new_tokens), table=self._table)
-        at_once = torch.split(torch.arange(prompts.num_rows), self._max_rows or prompts.num_rows)
-        parts = [self._answer(stage, prompts.select(rows), sampling, version) for rows in at_once]
-        return parts[0] if len(parts) == 1 else join_rows(parts)
+            return _nothing(prompts, version)
+        fed = self.feed(prompts, sampling, version, begin=True, more=False)
+        assert fed.rollouts is not None, "a closed session answers all of its rows"
+        return fed.rollouts.select(torch.argsort(fed.rows_n))
+
+    def feed(self, prompts: PromptBatch, sampling: Sampling, version: int, *, begin: bool, more: bool) -> Fed:
+        """See `FeedEngine`. Collective over the unit. Raises DataError for an empty prompt."""
+        check_prompts(prompts)
+        if begin:
+            self._session = self._begin(prompts.num_rows, sampling)
+        session = self._session
+        assert session is not None, "rows are fed to a session that was begun"
+        session.prompts.append(prompts)
+        session.waiting.add(prompts, more=more)
+        with torch.inference_mode():
+            session.runs = by_turns(session.runs, session.waiting)
+            parts = [
+                replace(part, logprobs_nt=self._from_last_stage(part.logprobs_nt))
+                for part in session.waiting.take_finished()
+            ]
+        if not more:
+            assert not session.runs, "a closed session runs to its end"
+            self._session = None
+        return _fed(session.prompts, parts, version)
 
     def refresh(self) -> None:
-        """Nothing to do: every call reads the state as it is."""
+        """Forget rows that are being answered; beside that, every session reads the state as it is."""
+        self._session = None
 
     def close(self) -> None:
-        """Nothing is held beside the state."""
+        """Forget rows that are being answered."""
+        self._session = None
 
-    def _answer(self, stage: Stage, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
-        """Answer prompts whose caches fit together, in as many sets of rows as there are pipeline stages."""
-        sets = [prompts.select(rows) for rows in torch.arange(prompts.num_rows).tensor_split(self.layout.pp)]
-        sets = [rows for rows in sets if rows.num_rows]
-        with torch.inference_mode():
-            forwards = [DecodeForward(stage, self.groups, prefill_tokens=self._prefill_tokens) for _ in sets]
-            runs = [decode(*each, sampling, self.device) for each in zip(forwards, sets, strict=True)]
-            answers = by_turns(runs)
-            logprobs = [self._from_last_stage(answer.logprobs_bt) for answer in answers]
-        parts = [_rollouts(*each, version) for each in zip(sets, answers, logprobs, strict=True)]
-        return parts[0] if len(parts) == 1 else join_rows(parts)
+    def _begin(self, num_rows: int, sampling: Sampling) -> _Session:
+        """A session in as many sets of rows as there are pipeline stages, which share the slots."""
+        assert num_rows, "a session begins with rows"
+        num_slots, pp = min(num_rows, self._max_rows or num_rows), self.layout.pp
+        shares = [num_slots * (i + 1) // pp - num_slots * i // pp for i in range(pp)]
+        stage, waiting = Stage(weights=self._weights(sampling.max_new_tokens), table=self._table), Waiting()
+        runs = [
+            decode(
+                DecodeForward(stage, self.groups, prefill_tokens=self._prefill_tokens),
+                waiting,
+                sampling,
+                self.device,
+                num_slots=share,
+            )
+            for share in shares
+            if share
+        ]
+        return _Session(waiting=waiting, runs=runs, prompts=[])
 
     def _weights(self, num_steps: int) -> StageWeights:
         """Views of the state as it is now, packed where many steps repay the copy."""
@@ -115,20 +157,32 @@ def _packed_stage(weights: StageWeights) -> StageWeights:
     return replace(weights, layers=layers, head=None if weights.head is None else packed(weights.head))
 
 
-def _nothing() -> Decoded:
+def _nothing(prompts: PromptBatch, version: int) -> Rollouts:
     none = torch.zeros(0, dtype=torch.long)
-    return Decoded(
-        tokens_bt=none.view(0, 0), logprobs_bt=torch.zeros(0, 0), lens_b=none, stopped_b=none.bool()
-    )
-
-
-def _rollouts(prompts: PromptBatch, decoded: Decoded, logprobs_bt: Tensor, version: int) -> Rollouts:
-    """Copies on the CPU, for inference tensors cannot enter a loss."""
     return side_by_side(
         prompts,
-        decoded.tokens_bt.cpu(),
-        lens_b=decoded.lens_b.cpu().clone(),
-        logprobs_bt=logprobs_bt.cpu().clone(),
-        stopped_b=decoded.stopped_b.cpu().clone(),
+        none.view(0, 0),
+        lens_b=none,
+        logprobs_bt=torch.zeros(0, 0),
+        stopped_b=none.bool(),
         version=version,
     )
+
+
+def _fed(prompts: Sequence[PromptBatch], parts: Sequence[Finished], version: int) -> Fed:
+    """Copies on the CPU, for inference tensors cannot enter a loss."""
+    if not parts:
+        return Fed(rows_n=torch.zeros(0, dtype=torch.long), rollouts=None)
+    came = prompts[0] if len(prompts) == 1 else join_rows(prompts)
+    rollouts = [
+        side_by_side(
+            came.select(part.rows_n),
+            part.tokens_nt.cpu(),
+            lens_b=part.lens_n.cpu().clone(),
+            logprobs_bt=part.logprobs_nt.cpu().clone(),
+            stopped_b=part.stopped_n.cpu().clone(),
+            version=version,
+        )
+        for part in parts
+    ]
+    return Fed(rows_n=torch.cat([part.rows_n for part in parts]).clone(), rollouts=join_rows(rollouts))

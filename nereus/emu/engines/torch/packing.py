@@ -6,7 +6,7 @@ used.
 The token at place p predicts the one at p + 1, so a response token is read off its predecessor: only those
 hidden states reach the head, prompts and padding cost no logits, and a row's last token is not computed at
 all. Where padding is more than a tenth, the tokens that count are packed together and only attention sees
-rows.
+rows, block by block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nereus.emu.batch import TokenBatch
-from nereus.emu.engines.torch.attention import CausalAttention
+from nereus.emu.engines.torch.attention import CausalAttention, row_blocks
 from nereus.errors import DataError, explain
 
 DENSE_ABOVE = 0.9  # share of real tokens above which moving rows about costs more than computing the padding
@@ -51,7 +51,6 @@ class Packed:
         """The same micro-batch on another device."""
         if device == self.tokens_n.device:
             return self
-        places_n = self.attend.places_n
         return replace(
             self,
             tokens_n=self.tokens_n.to(device),
@@ -59,7 +58,7 @@ class Packed:
             select_m=self.select_m.to(device),
             targets_m=self.targets_m.to(device),
             places_m=self.places_m.to(device),
-            attend=replace(self.attend, places_n=None if places_n is None else places_n.to(device)),
+            attend=self.attend.to(device),
         )
 
 
@@ -100,13 +99,20 @@ def pack(batch: TokenBatch, read: Literal["response", "last"] = "response") -> P
     return Packed(
         tokens_n=tokens_n,
         positions_n=positions_n,
-        attend=CausalAttention(num_rows=batch.num_rows, width=width, places_n=places_n),
+        attend=_attention(batch.num_rows, width, places_n),
         select_m=select_m,
         targets_m=targets_m,
         places_m=chosen_bt.flatten().nonzero().squeeze(1),
         num_rows=batch.num_rows,
         num_responses=num_columns,
     )
+
+
+def _attention(num_rows: int, width: int, places_n: Tensor | None) -> CausalAttention:
+    if places_n is None:
+        return CausalAttention(num_rows=num_rows, width=width)
+    lens = torch.bincount(places_n // width, minlength=num_rows).tolist()
+    return CausalAttention(num_rows=num_rows, width=width, places_n=places_n, blocks=row_blocks(lens))
 
 
 def _tokens(tokens_bs: Tensor, lens_b: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -28,6 +28,7 @@ def score(
     batch: TokenBatch,
     *,
     micro_batch_rows: int,
+    micro_batch_tokens: int | None = None,
     temperature: float,
     entropy: bool,
     read: Literal["response", "last"] = "response",
@@ -45,7 +46,7 @@ def score(
         return out_kbt.cpu()
     pipe = Pipe(groups)
     with torch.no_grad():
-        for rows_c in by_length(batch, micro_batch_rows):
+        for rows_c in by_length(batch, micro_batch_rows, micro_batch_tokens):
             packed = pack(batch.select(rows_c).trimmed(), read).to(device)
             x_nh = pipe.receive(packed.num_tokens, stage)
             x_nh = through_stage(stage, packed, x_nh)
@@ -61,10 +62,23 @@ def score(
     return out_kbt.cpu()
 
 
-def by_length(batch: TokenBatch, micro_batch_rows: int) -> Iterator[Tensor]:
-    """The rows of every micro-batch, longest first."""
-    order_b = torch.argsort(batch.prompt_lens_b + batch.response_lens_b, descending=True, stable=True)
-    return iter(torch.split(order_b, micro_batch_rows))
+def by_length(
+    batch: TokenBatch, micro_batch_rows: int, micro_batch_tokens: int | None = None
+) -> Iterator[Tensor]:
+    """The rows of every micro-batch, longest first.
+
+    With `micro_batch_tokens` it holds as many rows as do not exceed them when padded to the longest, and one
+    at least.
+    """
+    lens_b = batch.prompt_lens_b + batch.response_lens_b
+    order_b = torch.argsort(lens_b, descending=True, stable=True)
+    if micro_batch_tokens is None:
+        return iter(torch.split(order_b, micro_batch_rows))
+    sizes, at, lens = [], 0, lens_b[order_b].tolist()
+    while at < len(lens):
+        sizes.append(min(len(lens) - at, max(1, micro_batch_tokens // max(1, lens[at]))))
+        at += sizes[-1]
+    return iter(torch.split(order_b, sizes))
 
 
 def present(scores: Scores) -> list[Tensor]:

@@ -1,0 +1,44 @@
+"""How long the responses to a prompt were: what says which rows to begin first. Pure.
+
+A row that is begun late and becomes long keeps its unit busy when all others are done. Lengths of one prompt
+are alike from one pass over the data to the next, so what it took last tells who should begin early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nereus.emu.batch import PromptBatch, Rollouts
+
+NEWEST = 0.5  # weight of the newest pass in a prompt's mean
+
+
+@dataclass(kw_only=True)
+class LengthHistory:
+    """Mean response length by prompt, newest passes first in weight."""
+
+    _means: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def longest_first(self, prompts: PromptBatch) -> list[int]:
+        """The rows in the order of their expected lengths, those of unknown prompts where the mean of all
+        known ones is; as they are where nothing is known.
+        """
+        keys = _keys(prompts)
+        known = [self._means[key] for key in keys if key in self._means]
+        usual = sum(known) / len(known) if known else 0.0
+        return sorted(range(len(keys)), key=lambda row: -self._means.get(keys[row], usual))
+
+    def add(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
+        """The responses to these prompts, row by row."""
+        lengths: dict[tuple[int, ...], list[int]] = {}
+        for key, length in zip(_keys(prompts), rollouts.batch.response_lens_b.tolist(), strict=True):
+            lengths.setdefault(key, []).append(length)
+        for key, of_prompt in lengths.items():
+            mean = sum(of_prompt) / len(of_prompt)
+            self._means[key] = NEWEST * mean + (1 - NEWEST) * self._means.get(key, mean)
+
+
+def _keys(prompts: PromptBatch) -> Sequence[tuple[int, ...]]:
+    lens = prompts.lens_b.tolist()
+    return [tuple(tokens[:num]) for tokens, num in zip(prompts.tokens_bs.tolist(), lens, strict=True)]
