@@ -3,8 +3,8 @@
     planner of each campaign ─▶ bid: what one GPU more saves, what one less costs ─▶ next grants
 
 It does not oscillate: one campaign's grant changes at a time, the next only when that change is done; a
-grant that changed stays for the residence; and GPUs move only to where they are worth `margin` more. Values are
-logarithms of step times, so every move makes the sum over the campaigns larger: with values that stay the
+grant that changed stays for the residence; and GPUs move only to where they are worth `margin` more. Values
+are logarithms of step times, so every move makes the sum over the campaigns larger: with values that stay the
 moves end. A campaign names how many GPUs it takes or gives, because one alone may be worth nothing to it.
 """
 
@@ -22,8 +22,8 @@ PRICELESS = 1e9
 class Bid:
     """What a campaign has and what GPUs are worth to it, as of now.
 
-    `gain` is what each of `take` GPUs more is worth, `loss` what each of `give` fewer costs: logarithms of the
-    ratio of step times, a GPU. Where `take` or `give` is 0, it takes or gives none.
+    `gain` is what each of `take` GPUs more is worth, `loss` what each of `give` fewer costs: logarithms of
+    the ratio of step times, a GPU. Where `take` or `give` is 0, it takes or gives none.
     """
 
     name: str

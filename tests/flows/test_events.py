@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from prefect.client.orchestration import get_client
+from prefect.events.schemas.automations import EventTrigger
 from prefect.events.schemas.events import Event, Resource, ResourceSpecification
 
 from nereus.config import CampaignConfig
@@ -112,7 +113,9 @@ def test_a_transition_is_begun_and_committed_in_the_feed_and_shrinking_starts_no
     assert [event.event for event in mine] == ["nereus.transition.begun", "nereus.transition.committed"]
     assert mine[0].resource == mine[1].resource
     assert "nereus.step.moved.1" in {resource.id for resource in mine[1].related}
-    match = start_when_gpus_appear(None).trigger.match
+    trigger = start_when_gpus_appear(None).trigger
+    assert isinstance(trigger, EventTrigger)
+    match = trigger.match
     assert isinstance(match, ResourceSpecification)
     pool = {"prefect.resource.id": "gpu.pool.nereus-gpus"}
     assert match.matches(Resource.model_validate(pool | {"change": "grew"}))

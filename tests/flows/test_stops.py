@@ -135,12 +135,13 @@ def test_a_campaign_that_is_cancelled_ends_cancelled_in_ten_seconds_whatever_sta
     final = wait_for(run, ENDED, limit_s=allowed_s)
     took_s = time.monotonic() - began
     record_property("cancelled_s", round(took_s, 1))
-    print(f"\n{stage}: {final} after {took_s:.1f} s at {busyness():.1f} times the load")
+    orderly = Path(f"{held.marker}.ended").exists()
+    how = "in good order" if orderly else "by force"
+    print(f"\n{stage}: {final} after {took_s:.1f} s {how}, at {busyness():.1f} times the load")
     assert final == "Cancelled"
     held.check_nothing_is_left(pids, limit_s=allowed_s)
     # The server's worker ends a process by force that has not ended after 30 s, which a busy machine takes.
-    if busyness() < 3:
-        assert Path(f"{held.marker}.ended").exists(), "it was ended by force"
+    assert orderly or busyness() > 3, "it was ended by force"
 
 
 def go_on(run: str) -> None:
