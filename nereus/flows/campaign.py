@@ -111,7 +111,7 @@ def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] 
     """
     last_step_s: float | None = None
     while job.state.step < last_step(job, stop):
-        between(job)
+        surviving(job, between)
         surviving(job, follow_plan if job.adapter is None else adapt)
         record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
         job.finish_step(record)

@@ -31,7 +31,7 @@ from nereus.flows.transition import move_to
 from nereus.planner.adapt import first
 from nereus.planner.seating import Seated
 from nereus.record.interventions import InterventionRecord, append_intervention, read_interventions
-from nereus.tasks.adapt import Adapter, gpus_of, request_of, seated_stages
+from nereus.tasks.adapt import gpus_of, request_of, seated_stages
 from nereus.tasks.checkpoint import save_checkpoint
 from nereus.tasks.job import Job
 from nereus.tasks.pool import beyond
@@ -82,47 +82,46 @@ def intervene(job: Job, requests: Requests) -> None:
 
 
 def change(job: Job, changes: Changes, kind: Literal["pause", "suspend"]) -> None:
-    """Let the running job go on with the changes; what cannot be is refused as a whole, and said."""
+    """Let the running job go on with the changes; what cannot be is refused as a whole, and said.
+
+    Raises WorkerLost when a worker dies in a move that was forced; the changes hold.
+    """
     if changes.is_empty:
         job.listener.on_message(f"goes on unchanged from step {job.state.step}")
         return
-    step, values = job.state.step, _values(changes)
+    step, values, why = job.state.step, _values(changes), ""
+    seated: Seated | None = None
     try:
-        config = with_changes(job.config, changes, step=step)
-        _apply(job, config)
-        why = ""
+        seated = _apply(job, with_changes(job.config, changes, step=step))
     except (ConfigError, Infeasible) as error:
         why = str(error)
     record = InterventionRecord(step=step, kind=kind, changes=values, taken=not why, why=why)
     append_intervention(job.config.run_folder, record)
     events.intervened(job, not why, kind, values, why)
     job.listener.on_message(f"before step {step}: " + (f"refused: {why}" if why else f"changed {values}"))
+    if seated is not None and move_to(job, seated_stages(job.stages, seated)):
+        assert job.adapter is not None, "the planner chose"
+        job.adapter.seated = seated
 
 
-def _apply(job: Job, config: CampaignConfig) -> None:
-    """Give the job its new configuration. Raises ConfigError or Infeasible, and then nothing has changed."""
-    prepared = replace(job.prepared, config=config)
-    if job.adapter is None or config.adaptation is None:
+def _apply(job: Job, config: CampaignConfig) -> Seated | None:
+    """Give the job its new configuration; returns the plan that its planner then moves to, profitable or not.
+
+    Raises ConfigError or Infeasible, and then nothing has changed.
+    """
+    prepared, adaptation = replace(job.prepared, config=config), job.config.adaptation
+    if job.adapter is None or config.adaptation is None or adaptation is None:
         prepared.stages_at(job.state.step)
         job.prepared = prepared  # a plan that was forced is the next step's, which the job moves to
-        return
-    adapter, job_fixed = job.adapter, job.config.adaptation.fixed if job.config.adaptation else ()
-    controller = replace(
-        adapter.controller, request=request_of(config, prepared.models, prepared.prompts.longest)
-    )
+        return None
+    request = request_of(config, prepared.models, prepared.prompts.longest)
+    controller = replace(job.adapter.controller, request=request)
     leaving = beyond(job, config.cluster.max_gpus or config.cluster.gpus)
-    staying = [gpu for gpu in gpus_of(job.cluster.pool()) if gpu.id not in leaving]
-    seated, _ = first(controller, replace(adapter.last, step=job.state.step, pool=tuple(staying)))
-    job.prepared, adapter.controller = prepared, controller
+    staying = tuple(gpu for gpu in gpus_of(job.cluster.pool()) if gpu.id not in leaving)
+    seated, _ = first(controller, replace(job.adapter.last, step=job.state.step, pool=staying))
+    job.prepared, job.adapter.controller = prepared, controller
     job.cluster.release(leaving)
-    if config.adaptation.fixed != job_fixed:
-        _move(job, adapter, seated)
-
-
-def _move(job: Job, adapter: Adapter, seated: Seated) -> None:
-    """Move to the best plan under the new choices, whether it pays or not."""
-    if move_to(job, seated_stages(job.stages, seated)):
-        adapter.seated = seated
+    return None if config.adaptation.fixed == adaptation.fixed else seated
 
 
 def resumed_config(config: CampaignConfig) -> CampaignConfig:
