@@ -39,6 +39,9 @@ def run(
         Tracking | None,
         typer.Option(help="How much of a step the Prefect server is told; overrides the file."),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write trace.json, which Perfetto opens.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")] = False,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show the whole traceback of a failure.")
@@ -52,7 +55,11 @@ def run(
 
     Exit codes: 0 the campaign is complete; 1 it failed; 2 the input is wrong; 130 it was interrupted.
     """
-    given = [*(overrides or ()), *([f"tracking={tracking.value}"] if tracking else [])]
+    given = [
+        *(overrides or ()),
+        *([f"tracking={tracking.value}"] if tracking else []),
+        *(["profile=true"] if profile else []),
+    ]
     config = load_campaign(file, given)
     console = Console()
     try:

@@ -107,6 +107,8 @@ class CampaignConfig(Frozen):
     """Checkpoints."""
     dashboard: DashboardConfig | None = None
     """A page on which the run shows itself while it runs, e.g. `dashboard: {}`; none when absent."""
+    profile: bool = False
+    """Write `trace.json` into the run folder: stages, calls and collectives of all workers, for Perfetto."""
     tracking: Tracking = Tracking.auto
     """`full`: a subflow a step and a task a stage; `tasks`: a task a stage; `step`: one task a step; `auto`
     takes the fullest whose overhead stays below 1 % of the measured step."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nereus.emu.engines.torch.clock import COLLECTIVES as COLLECTIVES
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.kernel_times import KernelTimes
 
 TOTAL = "total"
-COLLECTIVES = ("tensor_parallel", "data_parallel")
 Terms = Mapping[str, float]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.config.environment import reads_memory, set_defaults
+from nereus.emu import tracing
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.ballot import Vote
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
@@ -78,7 +79,7 @@ class Worker:
         """
         started = time.perf_counter()
         try:
-            result = getattr(self, method)(*arguments)
+            result = tracing.run(getattr(self, method), method, arguments)
         except Exception as error:
             # The frames of the failure hold the groups, whose connections end only when nobody holds them.
             traceback.clear_frames(error.__traceback__)
@@ -97,6 +98,18 @@ class Worker:
             generation.leave(broken=broken)
             if broken:
                 gc.collect()
+
+    def clock_ns(self) -> int:
+        """This worker's clock, to be compared with the driver's."""
+        return tracing.clock_ns()
+
+    def begin_trace(self) -> None:
+        """Record spans from here on."""
+        tracing.start(self.device)
+
+    def take_trace(self) -> list[tracing.Span]:
+        """The spans since this was last asked."""
+        return tracing.take()
 
     def ping(self) -> int:
         """This process's id; returns once the worker is ready."""

@@ -35,6 +35,7 @@ from nereus.tasks.peer_copy import copy_to_peers
 from nereus.tasks.prepare import prepare_campaign
 from nereus.tasks.resume import newest_checkpoint
 from nereus.tasks.share import gpus_shared
+from nereus.tasks.trace import traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ def campaign(
         gpus_held(config),
         gpus_shared(config) as share,
         open_job(prepared, resume=resume) as job,
+        traced(job),
         boundary() as between,
     ):
         job.share = share

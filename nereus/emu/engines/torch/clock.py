@@ -12,6 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
+from nereus.emu.tracing import recording
+
+COLLECTIVES = ("tensor_parallel", "data_parallel")
+
 _running: list[Clock] = []
 
 
@@ -75,7 +79,10 @@ def span(name: str) -> Iterator[None]:
     if not _running:
         yield
         return
-    clock = _running[-1]
+    clock, recorder = _running[-1], recording()
+    start_ns = 0 if recorder is None else recorder.begin(name)
     begun = clock.begin()
     yield
     clock.end(name, begun)
+    if recorder is not None:
+        recorder.end(name, "collective" if name in COLLECTIVES else "unit", start_ns)
