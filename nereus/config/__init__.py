@@ -22,6 +22,7 @@ from nereus.config.algorithm import (
     RemaxConfig,
     RlooConfig,
 )
+from nereus.config.asynchrony import AsynchronyConfig
 from nereus.config.campaign import CampaignConfig, CheckpointConfig, Tracking
 from nereus.config.correction import CorrectionConfig, RejectionConfig
 from nereus.config.dashboard import DashboardConfig
@@ -37,6 +38,7 @@ __all__ = [
     "AdaptationConfig",
     "AdaptiveKl",
     "Aggregation",
+    "AsynchronyConfig",
     "BatchConfig",
     "CampaignConfig",
     "CheckpointConfig",

@@ -20,6 +20,7 @@ from nereus.config.algorithm import (
     RemaxConfig,
     RlooConfig,
 )
+from nereus.config.asynchrony import AsynchronyConfig
 from nereus.config.dashboard import DashboardConfig
 from nereus.config.engines import EnginesConfig
 from nereus.config.frozen import BY_KIND, Frozen
@@ -85,6 +86,10 @@ class CampaignConfig(Frozen):
     """The algorithm."""
     batch: BatchConfig = BatchConfig()
     """Prompts and rows of a step."""
+    asynchrony: AsynchronyConfig | None = None
+    """Let generation run ahead of training, on GPUs of its own; without it they take turns. Give
+    `algorithm.correction`, too, for samples that an older policy has drawn.
+    """
     sampling: SamplingConfig = SamplingConfig()
     """How the policy answers."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -144,6 +149,11 @@ class CampaignConfig(Frozen):
         return self.algorithm.correction is not None or self.engines.rescores
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether generation and training run at the same time."""
+        return self.asynchrony is not None and self.asynchrony.staleness > 0
+
+    @property
     def rows(self) -> int:
         """Rows a step learns from."""
         return self.batch.prompts * self.batch.samples
@@ -166,6 +176,26 @@ class CampaignConfig(Frozen):
                     f"0..{self.cluster.gpus - 1}; raise cluster.gpus to at least {max(outside) + 1} "
                     "or make the plan smaller"
                 )
+
+    @model_validator(mode="after")
+    def _apart_where_ahead(self) -> CampaignConfig:
+        if self.asynchrony is None:
+            return self
+        if self.adaptation is not None:
+            raise ValueError(
+                "asynchrony and adaptation are both given, but the planner plans for generation and training "
+                "that take turns; give a plan (and changes), or leave asynchrony out"
+            )
+        for whole in (self.plan, *(change.plan for change in self.changes)) if self.runs_ahead else ():
+            generation = set(whole.stage("actor.generation").gpu_ids)
+            for name in (name for name in self.model_stages if name.endswith(".training")):
+                if shared := sorted(generation & set(whole.stage(name).gpu_ids)):
+                    raise ValueError(
+                        f"actor.generation and {name} both use GPUs {shared}, but they run at the same time "
+                        f"with asynchrony.staleness = {self.asynchrony.staleness}; give plan.actor_generation"
+                        " gpus of its own, or set staleness: 0"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_change(self) -> CampaignConfig:

@@ -94,7 +94,8 @@ class Rollouts(_Rows):
     `logprobs_bt` are the engine's log-probabilities of the tempered distribution softmax(logits /
     temperature) before top-p, zero beyond a response; scoring and training use the same temperature.
     `stopped_b` is false for a response that reached the length limit. `sample_ids_b` keys the row's
-    randomness. `version` is the policy's.
+    randomness. `version` is the policy's, and the first one's where several drew the tokens one after the
+    other: int64 `versions_bt` then names each token's.
     """
 
     batch: TokenBatch
@@ -102,6 +103,7 @@ class Rollouts(_Rows):
     stopped_b: Tensor
     sample_ids_b: Tensor
     version: int
+    versions_bt: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,8 @@ class TrainBatch(_Rows):
 class Sampling:
     """How to decode. `temperature` 0 means greedy. Tokens come from the nucleus `top_p` of the `top_k` most
     likely ones (None: of all). Randomness is counter-based by (seed, stream, step, sample id, position), so
-    it does not move with the layout.
+    it does not move with the layout. A response whose first tokens are part of the prompt goes on at
+    `first_position`.
     """
 
     max_new_tokens: int
@@ -157,6 +160,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     step: int = 0
+    first_position: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,12 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import CampaignConfig
 from nereus.flows.adapt import adapt
+from nereus.flows.asynchronous import generating
 from nereus.flows.intervene import boundary, resumed_config, was_suspended
 from nereus.flows.live import shown_live
 from nereus.flows.orphan import ended_with_worker
 from nereus.flows.recovery import surviving
+from nereus.flows.row_source import current_source
 from nereus.flows.run_log import logged
 from nereus.flows.step import MAX_CONCURRENT, tracked_step
 from nereus.flows.tracking import level, unseen
@@ -110,16 +112,19 @@ def last_step(job: Job, stop: int | None) -> int:
 def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] = lambda job: None) -> None:
     """Run every step up to `stop`, the campaign's last by default. Workers that die are done without. Before
     a step, `between` may pause the run and change it.
+
+    Where the campaign is asynchronous, the rows of later steps are drawn meanwhile.
     """
     last_step_s: float | None = None
-    while job.state.step < last_step(job, stop):
-        surviving(job, between)
-        surviving(job, follow_plan if job.adapter is None else adapt)
-        record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
-        job.finish_step(record)
-        last_step_s = record.step_s
-        surviving(job, partial(save_if_due, last=last_step(job, stop)))
-        surviving(job, copy_if_due)
+    with generating(job, end=lambda: last_step(job, stop)):
+        while job.state.step < last_step(job, stop):
+            surviving(job, between)
+            surviving(job, follow_plan if job.adapter is None else adapt)
+            record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
+            job.finish_step(record)
+            last_step_s = record.step_s
+            surviving(job, partial(save_if_due, last=last_step(job, stop)))
+            surviving(job, copy_if_due)
 
 
 def save_if_due(job: Job, *, last: int) -> None:
@@ -135,4 +140,5 @@ def copy_if_due(job: Job) -> None:
     step, every = job.state.step, job.config.checkpoint.peer_copy_steps
     is_copied = job.copies is not None and job.copies.step == step
     if every > 0 and 0 < step < job.config.steps and step % every == 0 and not is_copied:
-        copy_to_peers(job)
+        with current_source().at_rest():
+            copy_to_peers(job)

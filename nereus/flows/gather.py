@@ -7,11 +7,12 @@ prompts ─▶ generate ─▶ rewards ─▶ enough groups with unequal rewards
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nereus.config import DapoConfig
 from nereus.data.order import Cursor
+from nereus.data.prompt import Prompt
 from nereus.emu.batch import Rollouts
 from nereus.errors import DataError, explain
 from nereus.flows.tracking import Future, Once, Ready
@@ -26,7 +27,9 @@ from nereus.tasks.score import Rewards, score_rewards
 class Gathered:
     """The rows to learn from; their rewards may still be on the way. `cursor` is the data's after them.
 
-    `used` are all rows whose prompts the step uses up, None where these are the same.
+    `used` are all rows whose prompts the step uses up, None where these are the same. `stage_s` are durations
+    of stages that are not the step's own, because they ran ahead of it. `prompts` are those of the rows where
+    rewards may be on the way.
     """
 
     rollouts: Rollouts
@@ -34,6 +37,8 @@ class Gathered:
     cursor: Cursor
     used: Answered | None = None
     stats: Mapping[str, float] = field(default_factory=dict)
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    prompts: Sequence[Prompt] = ()
 
 
 def gather(job: Job, once: Once) -> Gathered:
@@ -44,7 +49,7 @@ def gather(job: Job, once: Once) -> Gathered:
     prompts = job.prepared.prompts.prompts(ids)
     rollouts = once.start("generate", generate, job, prompts).result()
     rewards = once.start("rewards", score_rewards, job, prompts, rollouts)
-    return Gathered(rollouts=rollouts, rewards=rewards, cursor=cursor)
+    return Gathered(rollouts=rollouts, rewards=rewards, cursor=cursor, prompts=prompts)
 
 
 def _until_enough_teach(job: Job, once: Once, max_batches: int) -> Gathered:

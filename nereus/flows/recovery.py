@@ -25,6 +25,7 @@ from nereus.emu.stage import StageSpec
 from nereus.errors import NoSource, StageFailed, TransportError, WorkerLost
 from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
+from nereus.flows.row_source import current_source
 from nereus.flows.transition import carry_out
 from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
 from nereus.tasks.adapt import seated_stages
@@ -48,8 +49,9 @@ def surviving(job: Job, act: Callable[[Job], R]) -> R:
     while True:
         try:
             if emergency is not None:
-                with subflow_of(job):
+                with current_source().at_rest(), subflow_of(job):
                     way = recovery_flow(job.state.step, sorted(emergency.gone))
+                    current_source().recover()
                 emergency.record(job, way)
                 emergency = None
             return act(job)
@@ -124,5 +126,5 @@ def recovery_flow(step: int, gone: list[Rank]) -> Way:
 def stages_of_survivors(job: Job) -> Mapping[str, StageSpec]:
     """Where to go on: the best plan for who is left in a job that adapts, else the smallest change."""
     if job.adapter is None:
-        return on_survivors(job.stages, job.cluster.ranks)
+        return on_survivors(job.stages, job.cluster.ranks, apart=job.config.runs_ahead)
     return seated_stages(job.stages, job.adapter.without(job.cluster.pool(), job.state.step))

@@ -1,6 +1,6 @@
-"""One step of a synchronous campaign: what happens, in order.
+"""One step of a campaign: what happens, in order.
 
-    gather ─▶ {rewards | reference | policy | values} ─▶ estimate ─▶ critic, actor learn ─▶ publish
+    rows ─▶ {rewards | reference | policy | values} ─▶ estimate ─▶ critic, actor learn ─▶ publish
 
 A step changes the logical state at its end only: until then a crash or a stop leaves the state before it.
 """
@@ -16,7 +16,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
 from nereus.flows.current import current_job, subflow_of
-from nereus.flows.gather import gather
+from nereus.flows.row_source import current_source
 from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns, unseen
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
@@ -29,7 +29,7 @@ from nereus.tasks.observe import observe, peak_memory
 from nereus.tasks.publish import publish
 from nereus.tasks.rates import learning_rate
 from nereus.tasks.score import score_policy, score_reference, score_values
-from nereus.tasks.stages import CRITIC, TRAINING
+from nereus.tasks.stages import CRITIC, GENERATION, TRAINING
 
 MAX_CONCURRENT = 8
 
@@ -53,9 +53,9 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     ppo = config.algorithm if config.algorithm.kind == "ppo" else None
     beta = job.state.kl_beta
 
-    once = Once(job.done, calls)
+    once, source = Once(job.done, calls), current_source()
 
-    gathered = gather(job, once)
+    gathered = source.rows(job, once)
     rows = gathered.rollouts.batch
 
     reference = once.start("reference", score_reference, job, rows) if config.algorithm.kl else None
@@ -85,16 +85,20 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     if ppo is None or step >= ppo.critic_warmup_steps:
         rate, objective = learning_rate(config, "actor", step), policy_loss_of(config, beta=beta)
         trained[TRAINING] = once.start("actor", learn, job, TRAINING, batch, objective, rate).result()
-        once.start("publish", publish, job).result()
 
-    memory = peak_memory(job)
-    job.state = replace(
-        job.state,
-        step=step + 1,
-        policy_version=job.state.policy_version + (TRAINING in trained),
-        cursor=gathered.cursor,
-        kl_beta=None if adapted is None else adapted.beta,
-    )
+    with source.weight_sync(job) as generation_rests:
+        if TRAINING in trained and generation_rests:
+            once.start("publish", publish, job).result()
+        memory = peak_memory(job, but=() if generation_rests else job.stages[GENERATION].ranks)
+        job.state = replace(
+            job.state,
+            step=step + 1,
+            policy_version=job.state.policy_version + (TRAINING in trained),
+            cursor=gathered.cursor,
+            kl_beta=None if adapted is None else adapted.beta,
+        )
+        source.advance(job.state, synced=generation_rests)
+    job.stage_s.update(gathered.stage_s)
     used = gathered.used or Answered(rollouts=gathered.rollouts, rewards=rewards)
     stats = gathered.stats if adapted is None else {**gathered.stats, **adapted.by_name()}
     return observe(job, used.rollouts, used.rewards, trained, memory, stats)

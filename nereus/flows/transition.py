@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from prefect import flow
@@ -17,10 +18,12 @@ from nereus.emu.decision import Decision
 from nereus.emu.stage import StageSpec
 from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
+from nereus.flows.row_source import current_source
 from nereus.planner.backoff import after_abort
 from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
 from nereus.tasks.counters import adam_steps
 from nereus.tasks.job import Job
+from nereus.tasks.stages import GENERATION
 from nereus.tasks.survive import on_survivors
 from nereus.tasks.topology import topology_of
 from nereus.tasks.transition import Attempt, apply, begin, decide, operate, rebuild, vote
@@ -40,7 +43,7 @@ def follow_plan(job: Job) -> None:
         job.listener.on_message(
             f"the plan of step {job.state.step} names workers {sorted(absent)}, which are gone"
         )
-        target = on_survivors(then, job.cluster.ranks)
+        target = on_survivors(then, job.cluster.ranks, apart=job.config.runs_ahead)
     if move_to(job, target):
         job.planned = then
 
@@ -74,7 +77,9 @@ def transition_flow(step: int) -> Decision:
     job = current_job()
     assert job.target is not None, "somebody asked for the move"
     topology = topology_of(job.cluster.pool(), job.stages)
-    return carry_out(job, plan_transition(job.stages, job.target, topology=topology))
+    transition = plan_transition(job.stages, job.target, topology=topology)
+    with _generation_rests(job, transition):
+        return carry_out(job, transition)
 
 
 def carry_out(job: Job, transition: Transition) -> Decision:
@@ -97,7 +102,8 @@ def carry_out(job: Job, transition: Transition) -> Decision:
         try:
             apply.submit(attempt, decision).result()
             if decision.commits:
-                rebuild.submit(attempt).result()
+                with current_source().at_rest():  # all workers enter a new world
+                    rebuild.submit(attempt).result()
         finally:
             _back_off(job, transition, decision)
             seconds = time.perf_counter() - started
@@ -109,6 +115,13 @@ def carry_out(job: Job, transition: Transition) -> Decision:
         job.cluster.halt()  # the task runner waits for its threads; `reap` lifts it
         raise
     return decision
+
+
+def _generation_rests(job: Job, transition: Transition) -> AbstractContextManager[None]:
+    """Nothing, where the operations leave generation and its workers alone: it runs on meanwhile."""
+    now, then = job.stages[GENERATION], transition.stages[GENERATION]
+    moves = now.units != then.units or not set(now.ranks).isdisjoint(transition.movers)
+    return current_source().at_rest() if moves else nullcontext()
 
 
 def run_operations(attempt: Attempt) -> list[OperationRecord]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from prefect import task
@@ -13,6 +13,7 @@ from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.cluster import Call
 from nereus.tasks.dealing import run_dealt
 from nereus.tasks.job import Job
+from nereus.tasks.segments import Growing
 from nereus.tasks.stages import GENERATION
 
 
@@ -22,7 +23,8 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
     answers follow, one a prompt.
 
     Rows are dealt to the units in turn; each row's randomness is keyed by its own id, so the dealing has no
-    influence on what is sampled.
+    influence on what is sampled. Where the job has boundaries, one comes before every
+    `asynchrony.segment_tokens` tokens, and what was drawn is kept in `job.done` for a try after a failure.
     """
     with job.stage("generate"):
         batch = prompt_batch(
@@ -38,16 +40,38 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
             seed=job.config.seed,
             step=job.state.step,
         )
-        version = job.state.policy_version
-        parts, order = run_dealt(
-            job,
-            GENERATION,
-            torch.arange(batch.num_rows),
-            lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
-            what="generate",
-        )
-        rollouts: Rollouts = join_rows(parts, order)
-        return rollouts
+        if job.at_boundary is not None:
+            return _in_segments(job, batch, sampling, job.at_boundary)
+        return _drawn(job, batch, sampling, job.state.policy_version)
+
+
+def _drawn(job: Job, batch: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
+    parts, order = run_dealt(
+        job,
+        GENERATION,
+        torch.arange(batch.num_rows),
+        lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
+        what="generate",
+    )
+    rollouts: Rollouts = join_rows(parts, order)
+    return rollouts
+
+
+def _in_segments(
+    job: Job, batch: PromptBatch, sampling: Sampling, at_boundary: Callable[[], int]
+) -> Rollouts:
+    """Draw until all responses are whole, each segment with the policy that is in generation then."""
+    asynchrony = job.config.asynchrony
+    assert asynchrony is not None, "only an asynchronous job has boundaries"
+    assert asynchrony.segment_tokens is not None, "only segments have boundaries"
+    name = f"segments of {int(batch.sample_ids_b[0])}"  # DAPO draws several batches in a step
+    growing = job.done.setdefault(name, Growing(prompts=batch, max_new_tokens=sampling.max_new_tokens))
+    assert isinstance(growing, Growing), name
+    while len(growing.open_r):
+        version = at_boundary()
+        segment = growing.sampling(sampling, asynchrony.segment_tokens)
+        growing.add(_drawn(job, growing.to_go_on(), segment, version), segment.max_new_tokens)
+    return growing.finished()
 
 
 def prompt_batch(prompts: Sequence[Prompt], samples: int, *, with_greedy: bool) -> PromptBatch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +113,9 @@ class Job:
     """The step before which the planner decided last."""
     copies: Copies | None = None
     """The newest copies of the trained models in the memory of peers."""
+    at_boundary: Callable[[], int] | None = None
+    """Lets other weights and units come in between two segments of responses; returns the version of the
+    policy in generation from there on. None where responses are drawn whole."""
 
     @property
     def config(self) -> CampaignConfig:

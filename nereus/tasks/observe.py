@@ -77,10 +77,15 @@ def observe(
 
 
 CONCURRENT = ("score rewards", "score reference", "score policy", "score values")
+AHEAD = ("generate", "score rewards")
 
 
 def _path_s(work_s: Mapping[str, float]) -> float:
-    """Seconds that the stages take one after the other, concurrent scoring counted by its longest."""
+    """Seconds that the stages take one after the other, concurrent scoring counted by its longest. Where a
+    step waits for rows instead of drawing them, others draw them meanwhile.
+    """
+    if "wait for rows" in work_s:
+        work_s = {name: seconds for name, seconds in work_s.items() if name not in AHEAD}
     alone = sum(seconds for name, seconds in work_s.items() if name not in CONCURRENT)
     return alone + max((work_s[name] for name in CONCURRENT if name in work_s), default=0.0)
 
@@ -96,9 +101,10 @@ def _stats(trained: Mapping[str, TrainMetrics]) -> dict[str, float]:
     return out
 
 
-def peak_memory(job: Job) -> dict[Rank, Observed]:
-    """What every worker has to tell: its peak memory, and what its calls took."""
-    return job.cluster.run(dict.fromkeys(job.cluster.ranks, Call("observe")), what="observe")
+def peak_memory(job: Job, *, but: Iterable[Rank] = ()) -> dict[Rank, Observed]:
+    """What every worker but these has to tell: its peak memory, and what its calls took."""
+    asked = [rank for rank in job.cluster.ranks if rank not in set(but)]
+    return job.cluster.run(dict.fromkeys(asked, Call("observe")), what="observe")
 
 
 def terms_of(seen: Iterable[Observed]) -> dict[str, dict[str, float]]:

@@ -18,16 +18,24 @@ from nereus.errors import Infeasible, InvalidLayout, explain
 from nereus.tasks.stages import GENERATION, TRAINING
 
 
-def on_survivors(stages: Mapping[str, StageSpec], alive: tuple[Rank, ...]) -> dict[str, StageSpec]:
-    """The stages with all units on `alive`. Raises Infeasible when nobody is left."""
+def on_survivors(
+    stages: Mapping[str, StageSpec], alive: tuple[Rank, ...], *, apart: bool = False
+) -> dict[str, StageSpec]:
+    """The stages with all units on `alive`. Raises Infeasible when nobody is left.
+
+    `apart` keeps generation and the others off one another's ranks for as long as both have one left.
+    """
     if not alive:
         raise Infeasible(
             explain("cannot go on", values="no worker is left", remedy="run again with --resume")
         )
-    out = {
-        name: replace(spec, units=surviving_units(spec.tensors, spec.units, alive))
-        for name, spec in stages.items()
-    }
+    generation = frozenset(stages[GENERATION].ranks)
+    others = frozenset(rank for name, spec in stages.items() if name != GENERATION for rank in spec.ranks)
+    out: dict[str, StageSpec] = {}
+    for name, spec in stages.items():
+        foreign = (others if name == GENERATION else generation) if apart else frozenset()
+        own = tuple(rank for rank in alive if rank not in foreign) or alive
+        out[name] = replace(spec, units=surviving_units(spec.tensors, spec.units, own))
     if out[GENERATION].shares is not None:
         out[GENERATION] = replace(out[GENERATION], units=out[TRAINING].units)
     return out
