@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nereus.emu.batch import PromptBatch, Rollouts
+from torch import Tensor
+
+from nereus.emu.batch import PromptBatch
 
 NEWEST = 0.5  # weight of the newest pass in a prompt's mean
 
@@ -29,10 +31,10 @@ class LengthHistory:
         usual = sum(known) / len(known) if known else 0.0
         return sorted(range(len(keys)), key=lambda row: -self._means.get(keys[row], usual))
 
-    def add(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
-        """The responses to these prompts, row by row."""
+    def add(self, prompts: PromptBatch, lens_b: Tensor) -> None:
+        """The response lengths of these rows."""
         lengths: dict[tuple[int, ...], list[int]] = {}
-        for key, length in zip(_keys(prompts), rollouts.batch.response_lens_b.tolist(), strict=True):
+        for key, length in zip(_keys(prompts), lens_b.tolist(), strict=True):
             lengths.setdefault(key, []).append(length)
         for key, of_prompt in lengths.items():
             mean = sum(of_prompt) / len(of_prompt)
