@@ -8,6 +8,14 @@ from rich.table import Table
 from nereus.cli.arguments import CampaignFile, Overrides
 from nereus.config.load import load_campaign
 
+REWARD_TEXT = {
+    "python": "the function loads",
+    "reasoning_gym": "the task's own score",
+    "code": "programs run in the sandbox",
+    "judge": "the key is there; the judge was not asked",
+    "model": "model",
+}
+
 
 def validate(file: CampaignFile, overrides: Overrides = None) -> None:
     """Check a campaign without starting anything.
@@ -28,7 +36,7 @@ def validate(file: CampaignFile, overrides: Overrides = None) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in prepared.summary():
         table.add_row(label, text)
-    table.add_row("reward", "model" if config.reward.kind == "model" else "the function loads")
+    table.add_row("reward", REWARD_TEXT[config.reward.kind])
     table.add_row("run folder", str(config.run_folder))
     console.print(table)
     console.print("[green]ok[/green]: this campaign can start")

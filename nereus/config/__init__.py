@@ -28,6 +28,8 @@ from nereus.config.correction import CorrectionConfig, RejectionConfig
 from nereus.config.dashboard import DashboardConfig
 from nereus.config.engines import EnginesConfig
 from nereus.config.environment import environment_folder
+from nereus.config.evaluation import EvaluationConfig
+from nereus.config.logging import LoggerKind
 from nereus.config.models import ModelsConfig, Precision
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig, StagePlan
 from nereus.config.prompts import FileData, LongPrompts, PromptsConfig, PythonData, ReasoningGymData
@@ -50,12 +52,14 @@ __all__ = [
     "DrGrpoConfig",
     "DashboardConfig",
     "EnginesConfig",
+    "EvaluationConfig",
     "FileData",
     "GrpoConfig",
     "GspoConfig",
     "JudgeReward",
     "KlConfig",
     "KlEstimator",
+    "LoggerKind",
     "LongPrompts",
     "ModelReward",
     "ModelsConfig",

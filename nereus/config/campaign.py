@@ -23,7 +23,9 @@ from nereus.config.algorithm import (
 from nereus.config.asynchrony import AsynchronyConfig
 from nereus.config.dashboard import DashboardConfig
 from nereus.config.engines import EnginesConfig
+from nereus.config.evaluation import EvaluationConfig
 from nereus.config.frozen import BY_KIND, Frozen
+from nereus.config.logging import LoggerKind
 from nereus.config.models import ModelsConfig
 from nereus.config.paths import OutputPath
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig
@@ -110,6 +112,10 @@ class CampaignConfig(Frozen):
     """The Ray cluster."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    evaluation: EvaluationConfig | None = None
+    """Measure the policy on prompts that it does not learn from; not done when absent."""
+    loggers: tuple[LoggerKind, ...] = (LoggerKind.tensorboard,)
+    """Where the run's numbers are shown besides: tensorboard, wandb (offline), mlflow (in the run folder)."""
     dashboard: DashboardConfig | None = None
     """A page on which the run shows itself while it runs, e.g. `dashboard: {}`; none when absent."""
     profile: bool = False
@@ -223,9 +229,13 @@ class CampaignConfig(Frozen):
                 f"{self.algorithm.kind} compares the samples of a prompt, but batch.samples = 1 gives "
                 "advantage zero everywhere; use at least 2 samples, or another algorithm"
             )
-        if self.reward.kind == "reasoning_gym" and self.prompts.source.kind != "reasoning_gym":
-            raise ValueError(
-                f"reward.kind reasoning_gym scores its own problems, but prompts.source.kind is "
-                f"{self.prompts.source.kind}; use prompts.source.kind reasoning_gym, or a python reward"
-            )
+        sources = {"prompts.source": self.prompts.source}
+        if self.evaluation is not None:
+            sources["evaluation.source"] = self.evaluation.source
+        for key, source in sources.items() if self.reward.kind == "reasoning_gym" else ():
+            if source.kind != "reasoning_gym":
+                raise ValueError(
+                    f"reward.kind reasoning_gym scores its own problems, but {key}.kind is {source.kind}; "
+                    f"use {key}.kind reasoning_gym, or a python reward"
+                )
         return self

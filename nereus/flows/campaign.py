@@ -31,6 +31,7 @@ from nereus.flows.tracking import level, unseen
 from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
 from nereus.tasks.checkpoint import export_model, save_checkpoint
+from nereus.tasks.evaluate import evaluate, is_due, is_recorded
 from nereus.tasks.gpu_limit import gpus_held
 from nereus.tasks.job import Job, open_job
 from nereus.tasks.peer_copy import copy_to_peers
@@ -117,6 +118,8 @@ def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] 
     """
     last_step_s: float | None = None
     with generating(job, end=lambda: last_step(job, stop)):
+        if not is_recorded(job):
+            surviving(job, evaluate_if_due)
         while job.state.step < last_step(job, stop):
             surviving(job, between)
             surviving(job, follow_plan if job.adapter is None else adapt)
@@ -125,6 +128,7 @@ def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] 
             last_step_s = record.step_s
             surviving(job, partial(save_if_due, last=last_step(job, stop)))
             surviving(job, copy_if_due)
+            surviving(job, evaluate_if_due)
 
 
 def save_if_due(job: Job, *, last: int) -> None:
@@ -133,6 +137,14 @@ def save_if_due(job: Job, *, last: int) -> None:
     is_due = step == last or (every > 0 and step % every == 0)
     if step > 0 and is_due and not job.is_saved:
         save_checkpoint(unseen(job))
+
+
+def evaluate_if_due(job: Job) -> None:
+    """Measure the policy on held-out prompts where that is due."""
+    if is_due(job):
+        source = current_source()
+        with source.at_rest():
+            evaluate(unseen(job), source.version(job))
 
 
 def copy_if_due(job: Job) -> None:

@@ -20,10 +20,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from nereus.record.decisions import DECISIONS_FILE
 from nereus.record.emergencies import EMERGENCIES_FILE
+from nereus.record.evaluations import EVALUATIONS_FILE
 from nereus.record.metrics import METRICS_FILE
 from nereus.record.transitions import TRANSITIONS_FILE
 
-RECORDS = (METRICS_FILE, DECISIONS_FILE, TRANSITIONS_FILE, EMERGENCIES_FILE)
+RECORDS = (METRICS_FILE, DECISIONS_FILE, TRANSITIONS_FILE, EMERGENCIES_FILE, EVALUATIONS_FILE)
 COOKIE = "nereus-token"
 REFRESH = b"<script>setTimeout(() => location.reload(), 5000)</script></html>"
 

@@ -13,7 +13,8 @@ from nereus.config import CampaignConfig
 from nereus.record.chart import Line, line_chart, number, stacked_chart, strip_chart
 from nereus.record.decisions import read_decisions
 from nereus.record.emergencies import read_emergencies
-from nereus.record.report import plan_segments
+from nereus.record.evaluations import read_evaluations
+from nereus.record.report import evaluation_lines, plan_segments
 from nereus.record.step import StepRecord
 from nereus.record.transitions import read_transitions
 
@@ -32,7 +33,12 @@ def live_page(config: CampaignConfig, records: Records) -> str:
     """Progress, charts, decisions, transitions, emergencies. Reads the run folder's other records."""
     lines = [f"# {config.name}", "", _progress(config, records), ""]
     if records:
-        lines += [*_charts(records), *_decisions(config.run_folder), *_transitions(config.run_folder)]
+        lines += [
+            *_charts(records),
+            *_evaluations(config.run_folder),
+            *_decisions(config.run_folder),
+            *_transitions(config.run_folder),
+        ]
         lines += [*_emergencies(config.run_folder)]
     lines += ["", f"Everything: `{config.run_folder}`"]
     return "\n".join(lines)
@@ -84,6 +90,14 @@ def _charts(records: Records) -> Iterable[str]:
     yield from _figure("Memory: largest worker, GiB", line_chart(steps, memory, zero=True))
     plan = strip_chart(plan_segments(records), steps[0], steps[-1])
     yield from _figure("Plan", plan)
+
+
+def _evaluations(folder: Path) -> Iterable[str]:
+    if evaluations := read_evaluations(folder):
+        steps = [record.step for record in evaluations]
+        for title, note, lines in evaluation_lines(evaluations):
+            named = ", ".join(line.name for line in lines)
+            yield from _figure(f"{title} ({note}): {named}", line_chart(steps, lines))
 
 
 def _figure(title: str, svg: str) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The growing record of a run: metrics.jsonl (one step a line), mirrored to TensorBoard.
+"""The growing record of a run: metrics.jsonl (one step a line), mirrored to the loggers that are asked for.
 
 The file holds every step once, in order, through crashes and resumes: a resumed run drops the records at or
 beyond the step it resumes from, and appending a step that is already there is refused.
@@ -7,19 +7,17 @@ beyond the step it resumes from, and appending a step that is already there is r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from nereus.config import LoggerKind
 from nereus.errors import DataError, explain
+from nereus.record.loggers import LoggedRun, open_logger
 from nereus.record.step import StepRecord, from_json, to_json
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 def read_records(path: Path) -> list[StepRecord]:
@@ -65,7 +63,7 @@ def truncate_records(path: Path, first_step: int) -> list[StepRecord]:
 
 
 def scalars(record: StepRecord) -> Iterator[tuple[str, float]]:
-    """The record as (TensorBoard tag, value) pairs; absent values are left out."""
+    """The record as (tag, value) pairs; absent values are left out."""
     single: Mapping[str, float | None] = {
         "reward/mean": record.reward_mean,
         "reward/min": record.reward_min,
@@ -88,20 +86,30 @@ def scalars(record: StepRecord) -> Iterator[tuple[str, float]]:
 
 
 class MetricsLog:
-    """Appends records to `<folder>/metrics.jsonl` and `<folder>/tensorboard`. One writer at a time."""
+    """Appends records to `<folder>/metrics.jsonl`, and mirrors them. One writer at a time."""
 
-    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
-        """Open for the steps from `first_step` on: earlier records stay, the others are dropped."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int = 0,
+        loggers: Sequence[LoggerKind] = (LoggerKind.tensorboard,),
+        name: str = "campaign",
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        """Open for the steps from `first_step` on: earlier records stay, the others are dropped. `name` and
+        `config` are what loggers show of the run. Raises ConfigError for one that is not installed.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
         self._open(first_step)
+        run = LoggedRun(name=name, folder=folder, first_step=first_step, config=config or {})
+        self._loggers = [open_logger(kind, run) for kind in loggers]
 
     def _open(self, first_step: int) -> None:
-        folder = self.path.parent
         self.records = truncate_records(self.path, first_step)
         """Every record of the run so far, in order."""
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = _open_board(folder / TENSORBOARD_FOLDER, first_step)
         self._plan: Mapping[str, str] = self.records[-1].plan if self.records else {}
 
     def append(self, record: StepRecord) -> None:
@@ -117,23 +125,30 @@ class MetricsLog:
         self._file.write(to_json(record) + "\n")
         self._file.flush()
         self.records.append(record)
-        for tag, value in scalars(record):
-            self._board.add_scalar(tag, value, record.step)
         if record.plan != self._plan:
             lines = "\n".join(f"- {stage}: {where}" for stage, where in record.plan.items())
-            self._board.add_text("plan", lines, record.step)
+            for logger in self._loggers:
+                logger.text("plan", lines, record.step)
             self._plan = record.plan
-        self._board.flush()
+        self.mirror(dict(scalars(record)), record.step)
+
+    def mirror(self, values: Mapping[str, float], step: int) -> None:
+        """Show values by tag in the loggers; they stand in a file of their own."""
+        for logger in self._loggers:
+            logger.scalars(values, step)
 
     def rewind(self, first_step: int) -> None:
         """Go back to a step: the records at or beyond it are dropped, and it is written next."""
-        self.close()
+        self._file.close()
         self._open(first_step)
+        for logger in self._loggers:
+            logger.rewind(first_step)
 
     def close(self) -> None:
-        """Close both files; the log takes no further records."""
+        """Close the file and the loggers; the log takes no further records."""
         self._file.close()
-        self._board.close()
+        for logger in self._loggers:
+            logger.close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,10 +157,3 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _open_board(folder: Path, first_step: int) -> SummaryWriter:
-    """A TensorBoard writer whose readers drop earlier points at or beyond `first_step`."""
-    from torch.utils.tensorboard import SummaryWriter  # costs a second, and torch
-
-    return SummaryWriter(str(folder), purge_step=first_step)

@@ -23,6 +23,7 @@ from nereus.record.chart import (
     stacked_chart,
     strip_chart,
 )
+from nereus.record.evaluations import EvaluationRecord, read_evaluations
 from nereus.record.metrics import METRICS_FILE, read_records
 from nereus.record.report_adaptation import adaptation_facts, adaptation_section
 from nereus.record.step import StepRecord
@@ -65,6 +66,7 @@ def render_report(records: Records, config: CampaignConfig, folder: Path) -> str
         body = [
             *_facts(records, folder),
             *_charts(records),
+            *_evaluations(read_evaluations(folder)),
             *adaptation_section(folder),
             *_statistics(records),
         ]
@@ -147,6 +149,47 @@ def _charts(records: Records) -> Iterable[str]:
     plan = strip_chart(plan_segments(records), steps[0], steps[-1])
     yield _figure("Plan", "where every model-stage ran, over the steps", [], plan, style="wide")
     yield "</div>"
+
+
+def _evaluations(evaluations: Sequence[EvaluationRecord]) -> Iterable[str]:
+    if not evaluations:
+        return
+    last = evaluations[-1]
+    steps = [record.step for record in evaluations]
+    answers = "one greedy answer" if last.num_samples == 1 else f"{last.num_samples} sampled answers"
+    yield f"<h2>Evaluation</h2><p>{last.num_prompts} held-out prompts, {answers} each.</p>"
+    yield '<div class="charts">'
+    for title, note, lines in evaluation_lines(evaluations):
+        yield _figure(title, note, lines, line_chart(steps, lines))
+    yield "</div>"
+    head = ("step", "reward", *(f"pass@{k}" for k in last.pass_at), "length", "cut", "missing", "seconds")
+    yield '<details><summary>Every evaluation</summary><div class="scroll"><table><tr>'
+    yield "".join(f"<th>{name}</th>" for name in head) + "</tr>"
+    for record in evaluations:
+        reward = "–" if record.reward_mean is None else number(record.reward_mean, 3)
+        passed = (record.pass_at.get(k) for k in last.pass_at)
+        told = [
+            str(record.step),
+            reward,
+            *("–" if share is None else number(share, 3) for share in passed),
+            number(record.length_mean, 3),
+            str(record.num_cut),
+            str(record.num_missing_rewards),
+            number(record.seconds, 3),
+        ]
+        yield f"<tr>{''.join(f'<td>{text}</td>' for text in told)}</tr>"
+    yield "</table></div></details>"
+
+
+def evaluation_lines(evaluations: Sequence[EvaluationRecord]) -> list[tuple[str, str, list[Line]]]:
+    """(title, note, lines) of the charts of evaluations; one value an evaluation."""
+    ks = list(dict.fromkeys(k for record in evaluations for k in record.pass_at))
+    passed = [Line(name=f"pass@{k}", values=[record.pass_at.get(k) for record in evaluations]) for k in ks]
+    reward = [Line(name="reward", values=[record.reward_mean for record in evaluations])]
+    return [
+        ("Held-out reward", "mean", reward),
+        *([("pass@k", "share of held-out prompts, estimated without bias", passed)] if passed else []),
+    ]
 
 
 def plan_segments(records: Records) -> dict[str, list[Segment]]:

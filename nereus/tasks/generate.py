@@ -30,16 +30,7 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
         batch = prompt_batch(
             prompts, job.config.batch.samples, with_greedy=job.config.algorithm.kind == "remax"
         )
-        settings = job.config.sampling
-        sampling = Sampling(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            stop_token_ids=job.prepared.stop_token_ids,
-            seed=job.config.seed,
-            step=job.state.step,
-        )
+        sampling = sampling_of(job)
         if job.at_boundary is not None:
             return _in_segments(job, batch, sampling, job.at_boundary)
         return _drawn(job, batch, sampling, job.state.policy_version)
@@ -72,6 +63,20 @@ def _in_segments(
         segment = growing.sampling(sampling, asynchrony.segment_tokens)
         growing.add(_drawn(job, growing.to_go_on(), segment, version), segment.max_new_tokens)
     return growing.finished()
+
+
+def sampling_of(job: Job) -> Sampling:
+    """How the policy answers in the job's step."""
+    settings = job.config.sampling
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop_token_ids=job.prepared.stop_token_ids,
+        seed=job.config.seed,
+        step=job.state.step,
+    )
 
 
 def prompt_batch(prompts: Sequence[Prompt], samples: int, *, with_greedy: bool) -> PromptBatch:

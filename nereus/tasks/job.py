@@ -174,7 +174,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
     stop, halted = threading.Event(), threading.Event()
     listener = current_listener.get()
     with ExitStack() as stack:
-        log = stack.enter_context(MetricsLog(config.run_folder, first_step=state.step))
+        log = stack.enter_context(_log(config, state.step))
         reward = stack.enter_context(_reward(prepared, halted))
         listener.on_message(f"starting {config.cluster.gpus} workers")
         cluster = Cluster.start(
@@ -266,6 +266,16 @@ def sync_calls(ranks: Iterable[Rank]) -> dict[Rank, Call]:
     """One weight sync on all workers of its plan."""
     call = Call("sync_weights", (TRAINING, GENERATION, SYNC_DEADLINE_S))
     return dict.fromkeys(ranks, call)
+
+
+def _log(config: CampaignConfig, first_step: int) -> MetricsLog:
+    return MetricsLog(
+        config.run_folder,
+        first_step=first_step,
+        loggers=config.loggers,
+        name=config.name,
+        config=config.model_dump(mode="json"),
+    )
 
 
 def _reward(prepared: Prepared, halted: threading.Event) -> AbstractContextManager[RewardFunction | None]:

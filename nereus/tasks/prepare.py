@@ -17,6 +17,7 @@ from nereus.data.tokenizer import Tokenizer, load_tokenizer
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.stage import StageSpec
 from nereus.errors import ConfigError, explain
+from nereus.record.loggers import check_installed
 from nereus.tasks.stages import TRAINING, StageModel, read_models, stages_under
 
 
@@ -30,6 +31,8 @@ class Prepared:
     prompts: PromptDataset
     order: PromptOrder
     stop_token_ids: tuple[int, ...]
+    held_out: PromptDataset | None = None
+    """The prompts of evaluations."""
 
     @property
     def digest(self) -> str:
@@ -56,6 +59,9 @@ class Prepared:
             ("prompts", f"{self.prompts.num_prompts}, longest {self.prompts.longest} tokens"),
             ("batch", f"{batch.prompts} prompts x {batch.samples} samples = {config.rows} rows"),
         ]
+        if self.held_out is not None:
+            told = f"{self.held_out.num_prompts} prompts, longest {self.held_out.longest} tokens"
+            rows.append(("evaluation", told))
         if self.prompts.num_skipped or self.prompts.num_truncated:
             left_out = f"{self.prompts.num_skipped} skipped, {self.prompts.num_truncated} truncated"
             rows.append(("too long", left_out))
@@ -74,8 +80,9 @@ def prepare_campaign(config: CampaignConfig) -> Prepared:
     """Read and check everything a campaign needs.
 
     Raises ModelError for a model folder, DataError for prompts or tokenizer, ConfigError for what does
-    not fit together.
+    not fit together or is not installed.
     """
+    check_installed(config.loggers)
     models = read_models(config)
     actor = models[TRAINING].model
     for plan in (config.plan, *(change.plan for change in config.changes)):
@@ -83,6 +90,9 @@ def prepare_campaign(config: CampaignConfig) -> Prepared:
     tokenizer = load_tokenizer(Path(config.models.tokenizer or config.models.actor))
     prompts = load_prompts(config.prompts, tokenizer)
     _check_lengths(config, actor, prompts)
+    held_out = _held_out(config, tokenizer)
+    if held_out is not None:
+        _check_lengths(config, actor, held_out)
     ends = () if config.sampling.ignore_eos else (*tokenizer.eos_token_ids, *actor.eos_token_ids)
     stop = {*ends, *config.sampling.stop_token_ids}
     return Prepared(
@@ -92,7 +102,15 @@ def prepare_campaign(config: CampaignConfig) -> Prepared:
         prompts=prompts,
         order=prompts.order(seed=config.seed, shuffle=config.prompts.shuffle),
         stop_token_ids=tuple(sorted(stop)),
+        held_out=held_out,
     )
+
+
+def _held_out(config: CampaignConfig, tokenizer: Tokenizer) -> PromptDataset | None:
+    """The prompts of evaluations, read as the campaign's own are."""
+    if config.evaluation is None:
+        return None
+    return load_prompts(config.prompts.model_copy(update={"source": config.evaluation.source}), tokenizer)
 
 
 def _check_lengths(config: CampaignConfig, actor: DecoderConfig, prompts: PromptDataset) -> None:

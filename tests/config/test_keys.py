@@ -24,8 +24,8 @@ def test_every_key_that_names_a_file_is_marked() -> None:
         for mark in (IsInputPath, IsFunction, IsOutputPath)
     }
     models = {f"models.{name}" for name in ("actor", "critic", "reference", "tokenizer")}
-    assert marks[IsInputPath] == {*models, "prompts.source.path", "reward.path"}
-    assert marks[IsFunction] == {"prompts.source.function", "reward.function"}
+    assert marks[IsInputPath] == {*models, "prompts.source.path", "evaluation.source.path", "reward.path"}
+    assert marks[IsFunction] == {"prompts.source.function", "evaluation.source.function", "reward.function"}
     assert marks[IsOutputPath] == {"output"}
 
 
