@@ -63,6 +63,10 @@ class WorkerLost(NereusError):
     """A worker process died or its node went away."""
 
 
+class StateLost(NereusError):
+    """A transition that was decided broke off: workers that live have lost the state of some model-stages."""
+
+
 class StageFailed(NereusError):
     """A stage of a step raised inside a worker."""
 

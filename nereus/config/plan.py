@@ -114,7 +114,8 @@ class ClusterConfig(Frozen):
     """Kind of the GPUs for the planner, e.g. `H100`; what the device says when absent, `CPU` on a CPU."""
     gpu_memory_gb: float | None = Field(default=None, gt=0)
     """With `adaptation`, memory of one GPU that plans may count on, in GB (10^9 bytes), where others use the
-    rest; all that the kind has when absent.
+    rest; all that the kind has when absent. On CPUs also what a worker may hold of model state in a
+    transition; all that its host has free when absent.
     """
     gpu_limit: str = "nereus-gpus"
     """Name of the Prefect server's global concurrency limit that counts the GPUs which campaigns share

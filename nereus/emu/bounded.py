@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import Mode
 from nereus.emu.reshard import ReshardPlan, plan_reshard
+from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit
 from nereus.errors import InvalidOperation, explain
 
@@ -69,22 +70,30 @@ def stages_of(plan: ReshardPlan) -> tuple[ReshardPlan, ...]:
         )
     first = tuple(unit for unit in plan.new if unit not in waiting)
     now = (best, *first)
-    return _replan(plan, plan.old, now), _replan(plan, now, plan.new)
+    # Nothing is stale any more once the first stage has filled its units and ended all others but one.
+    return _replan(plan, plan.old, now, plan.source, plan.lost), _replan(plan, now, plan.new, plan.model)
 
 
 def _in_the_way(plan: ReshardPlan, old: Unit) -> tuple[Unit, ...]:
     return tuple(unit for unit in plan.new if unit.ranks & old.ranks)
 
 
-def _replan(plan: ReshardPlan, old: tuple[Unit, ...], new: tuple[Unit, ...]) -> ReshardPlan:
+def _replan(
+    plan: ReshardPlan,
+    old: tuple[Unit, ...],
+    new: tuple[Unit, ...],
+    source: ModelSpec,
+    lost: frozenset[Rank] = frozenset(),
+) -> ReshardPlan:
     return plan_reshard(
         plan.model,
         old,
         new,
         plan.moves,
         plan.topology,
+        source=source,
         placement="as_given",
-        lost=plan.lost & {rank for unit in old for rank in unit.ranks},
+        stale=lost,
         limits=plan.limits,
     )
 
@@ -97,3 +106,87 @@ def _short(plan: ReshardPlan, mode: Mode, room_bytes: Mapping[Rank, int]) -> str
         for rank, peak in peaks.items()
         if peak > room_bytes[rank]
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How a model-stage changes: its plans in shadow mode, and the one plan `whole` from all of its old units
+    to all of its new ones, which bounded mode needs; None where it can only be moved in shadow mode.
+    """
+
+    plans: tuple[ReshardPlan, ...]
+    whole: ReshardPlan | None
+
+
+def choose_together(changes: Mapping[str, Change], free_bytes: Mapping[Rank, int]) -> dict[str, Moves]:
+    """The model-stages that are to be moved in bounded mode so that all changes fit side by side: none where
+    they fit in shadow mode, in which the largest ones stay where some do.
+
+    `free_bytes` is what ranks may hold beside what they hold now. Raises InvalidOperation when nothing fits.
+    """
+    shadow = {name: _beside(change.plans) for name, change in changes.items()}
+    if all(sum(one.get(rank, 0) for one in shadow.values()) <= free for rank, free in free_bytes.items()):
+        return {}
+    tight = {name: _tight(change) for name, change in changes.items()}
+    least = {name: _smaller(amounts, tight[name]) for name, amounts in shadow.items()}
+    out: dict[str, Moves] = {}
+    for name in sorted(changes, key=lambda name: -sum(shadow[name].values())):
+        whole = changes[name].whole
+        if whole is None:
+            continue
+        others = [amounts for other, amounts in least.items() if other != name]
+        room = {
+            rank: free + whole.held_bytes(rank) - sum(amounts.get(rank, 0) for amounts in others)
+            for rank, free in free_bytes.items()
+        }
+        moves = choose_moves(whole, room)
+        if moves.mode == "bounded":
+            out[name], least[name] = moves, tight[name]
+        else:
+            least[name] = shadow[name]
+    _check_fit(least, free_bytes)
+    return out
+
+
+def _check_fit(beside: Mapping[str, Mapping[Rank, int]], free_bytes: Mapping[Rank, int]) -> None:
+    asked = {rank: sum(one.get(rank, 0) for one in beside.values()) for rank in free_bytes}
+    if short := {rank: amount for rank, amount in asked.items() if amount > free_bytes[rank]}:
+        rank, amount = next(iter(short.items()))
+        raise InvalidOperation(
+            explain(
+                "cannot move the state within the memory at hand",
+                values=f"ranks {sorted(short)}; rank {rank} needs {amount} of {free_bytes[rank]} free bytes",
+                rule="old and new storage that coexist must fit",
+                remedy="free memory on these ranks, or go through a checkpoint",
+            )
+        )
+
+
+def _beside(plans: tuple[ReshardPlan, ...]) -> dict[Rank, int]:
+    """Most bytes by rank that shadow mode holds beside the old shards."""
+    out: dict[Rank, int] = {}
+    for plan in plans:
+        for rank in plan.ranks:
+            out[rank] = out.get(rank, 0) + plan.peak_bytes(rank) - plan.held_bytes(rank)
+    return out
+
+
+def _smaller(shadow: dict[Rank, int], tight: dict[Rank, int]) -> dict[Rank, int]:
+    return {rank: min(amount, tight.get(rank, amount)) for rank, amount in shadow.items()}
+
+
+def _tight(change: Change) -> dict[Rank, int]:
+    """The same in bounded mode, over all of its stages; nothing where it is not possible."""
+    whole = change.whole
+    if whole is None:
+        return {}
+    try:
+        stages = stages_of(whole)
+    except InvalidOperation:
+        return {}  # no replica can be left alone
+    out: dict[Rank, int] = {}
+    for stage in stages:
+        for rank in stage.ranks:
+            more = stage.peak_bytes(rank, "bounded") - whole.held_bytes(rank)
+            out[rank] = max(out.get(rank, 0), more)
+    return out

@@ -199,6 +199,11 @@ def peak_bytes(plan: ReshardPlan, mine: RankPlan) -> int:
     return peak + mine.staging_bytes
 
 
+def held_bytes(plan: ReshardPlan, rank: Rank) -> int:
+    """Bytes of the rank's old shard, 0 without one."""
+    return sum(_stored(plan, "old", plan.old_unit(rank), rank).values())
+
+
 def _stored(plan: ReshardPlan, side: Side, unit: Unit | None, rank: Rank) -> dict[str, int]:
     if unit is None:
         return {}

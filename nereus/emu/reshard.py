@@ -62,7 +62,7 @@ class ReshardPlan:
 
     `digest` is equal in every process that plans from equal inputs. `model` is how the new units store it,
     `source` how the old ones do. `new` carries the chosen ranks; `lost` are ranks of old units that hold
-    nothing any more.
+    nothing of worth any more: they died, or what they hold is stale.
     """
 
     model: ModelSpec
@@ -170,7 +170,7 @@ class ReshardPlan:
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """All ranks that hold a shard before or after, sorted."""
-        return tuple(sorted({*self._owner[0], *self._owner[1]} - self.lost))
+        return tuple(sorted({*(self._owner[0].keys() - self.lost), *self._owner[1]}))
 
     def rank_plan(self, rank: Rank, mode: Mode = "shadow") -> RankPlan:
         """That rank's ordered copies, sends and receives.
@@ -182,6 +182,10 @@ class ReshardPlan:
     def peak_bytes(self, rank: Rank, mode: Mode = "shadow") -> int:
         """Most bytes the rank holds at once: old and new storage that coexist, and staging."""
         return lowering.peak_bytes(self, self.rank_plan(rank, mode))
+
+    def held_bytes(self, rank: Rank) -> int:
+        """Bytes of the rank's old shard, which its peak counts."""
+        return lowering.held_bytes(self, rank)
 
     def seconds(self, topology: Topology | None = None) -> float:
         """Predicted duration of the exchange on a topology, by default the plan's own."""
@@ -203,6 +207,7 @@ def plan_reshard(
     placement: Placement = "max_overlap",
     pinned: Collection[Rank] = (),
     lost: Collection[Rank] = (),
+    stale: Collection[Rank] = (),
     limits: Limits | None = None,
 ) -> ReshardPlan:
     """Plan the change from the old units to the new ones.
@@ -213,7 +218,8 @@ def plan_reshard(
     All old units are sources; a new unit equal to an old one keeps its storage and only serves. With
     `max_overlap` the ranks of the other new units are permuted among themselves, except tensor-parallel
     groups with a rank in `pinned`; with `as_given` none moves. `kinds` default to the new units' kinds from
-    those of the same names. `lost` ranks died: what only they held has no source.
+    those of the same names. `lost` ranks died, `stale` ones live and hold nothing of worth: what only these
+    held has no source. A unit that a stale rank is to be in needs another name than its old one.
 
     Raises NoSource when no live rank holds a needed part, InvalidOperation when the units do not fit.
     """
@@ -222,6 +228,7 @@ def plan_reshard(
     source = source or model
     check_storage(model, source, kept=any(unit in old for unit in new))
     moves = check_units(old, new, kinds, gone)
+    gone |= frozenset(stale)
     topology = topology or Topology.single_node(
         1 + max(r for unit in (*old, *new) for r in unit.layout.ranks)
     )

@@ -6,6 +6,7 @@ Values that travel from the driver to every worker; the worker answers by buildi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -105,7 +106,7 @@ class StageSpec:
     def tensors(self) -> ModelSpec:
         """The logical tensors and how the engine stores them."""
         # Megatron's attention reads the heads of one group side by side.
-        order = "per_kv_group" if self.engine == "megatron" else "blocks"
+        order: Literal["blocks", "per_kv_group"] = "per_kv_group" if self.engine == "megatron" else "blocks"
         return decoder_spec(self.model, qkv_order=order)
 
     @property
@@ -136,12 +137,16 @@ class StageSpec:
     @property
     def text(self) -> str:
         """E.g. `tp2 pp1 dp2 on 0,1,2,3`, and what the plan chose beside the layout."""
-        unit = self.units[0]
-        ranks = ",".join(map(str, self.ranks))
         chosen = {
             "micro-batch": self.train_rows if self.role == "training" else self.score_rows,
             "at once": self.resident_rows,
         }
         options = [f", {name} {rows}" for name, rows in chosen.items() if rows is not None]
         again = ", recompute" if self.recompute and self.role == "training" else ""
-        return f"tp{unit.tp} pp{unit.pp} dp{len(self.units)} on {ranks}{''.join(options)}{again}"
+        parts = [tuple(units) for _, units in groupby(self.units, lambda unit: (unit.tp, unit.layers))]
+        cut = " and ".join(
+            f"tp{units[0].tp} pp{units[0].pp} dp{len(units)} on "
+            + ",".join(str(rank) for unit in units for rank in unit.ranks)
+            for units in parts
+        )
+        return f"{cut}{''.join(options)}{again}"

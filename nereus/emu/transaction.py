@@ -28,7 +28,7 @@ connected, and the move runs after the decision. A replica that the plan keeps m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -62,13 +62,15 @@ class Order:
     """One model-stage's part of a transition for one worker: which state becomes which, by which plan.
 
     `source` and `target` are equal for a change of layout; they differ where one model-stage is filled from
-    another. Without a target of its own, the worker then only serves.
+    another. Without a target of its own, the worker then only serves. `model` is how the target is stored,
+    `stored` how the source is, where that differs.
     """
 
     source: str
     target: str
     model: ModelSpec
     plan: RankPlan
+    stored: ModelSpec | None = None
 
     @property
     def changes_target(self) -> bool:
@@ -86,6 +88,14 @@ class Lost:
 
     key: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What acting on a decision came to: states that bounded moves lost, bytes that they sent by target."""
+
+    lost: tuple[Lost, ...] = ()
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class _NoRoom(Exception):
@@ -247,7 +257,7 @@ class Participant:
         if plan.old is None:
             return None
         state = self.live.get(order.source)
-        if state is None or state.shard != shard(order.model, plan.old.layout, plan.rank):
+        if state is None or state.shard != shard(order.stored or order.model, plan.old.layout, plan.rank):
             raise _refused(
                 f"worker {self.worker} cannot move {order.source} as planned",
                 f"planned from {plan.old}, and it holds {'nothing' if state is None else 'another shard'}",
@@ -266,8 +276,8 @@ class Participant:
             self.apply(decision)
         return decision
 
-    def apply(self, decision: Decision) -> tuple[Lost, ...]:
-        """Commit or abort the prepared epoch as decided; returns what a bounded move lost.
+    def apply(self, decision: Decision) -> Applied:
+        """Commit or abort the prepared epoch as decided; returns what bounded moves sent and lost.
 
         Deciding commit for a worker that voted no is a broken protocol and raises InvalidOperation.
         """
@@ -281,9 +291,9 @@ class Participant:
         if decision.commits:
             return self._commit(prepared, decision)
         self._abort(prepared)
-        return ()
+        return Applied()
 
-    def _commit(self, prepared: _Prepared, decision: Decision) -> tuple[Lost, ...]:
+    def _commit(self, prepared: _Prepared, decision: Decision) -> Applied:
         if prepared.vote is None or not prepared.vote.yes:
             raise _refused(
                 f"worker {self.worker} cannot commit epoch {prepared.epoch}",
@@ -291,7 +301,7 @@ class Participant:
                 "commit needs every vote",
             )
         self.observe(Phase.COMMITTING)
-        lost = tuple(self._move_bounded(prepared))
+        applied = self._move_bounded(prepared)
         # The swap: from here on the new layout holds in this process. No step below can fail half-way.
         for key, state in prepared.shadows.items():
             if state is None:
@@ -300,11 +310,13 @@ class Participant:
                 self.live[key] = state
         self.epoch, self.control, self._prepared = decision.epoch, decision.control, None
         self.observe(Phase.COMMITTED)
-        self._release(decision.epoch, broken=bool(lost))
-        return lost
+        self._release(decision.epoch, broken=bool(applied.lost))
+        return applied
 
-    def _move_bounded(self, prepared: _Prepared) -> Iterable[Lost]:
+    def _move_bounded(self, prepared: _Prepared) -> Applied:
         """Run the moves that free their source. One that fails leaves nothing of its state."""
+        lost: list[Lost] = []
+        sent_bytes: dict[str, int] = {}
         deadline = Deadline.after(prepared.deadline_s)
         for order in prepared.orders:
             plan, old = order.plan, self._source(order)
@@ -312,7 +324,8 @@ class Participant:
                 continue
             try:
                 new = self._target(order, old)
-                self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
+                report = self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
+                sent_bytes[order.target] = report.sent_bytes
                 if order.changes_target:
                     prepared.shadows[order.target] = new
             except (TransportError, _NoRoom) as error:
@@ -322,7 +335,8 @@ class Participant:
                 kept = plan.new is not None and plan.new == plan.old
                 prepared.shadows[order.target] = old if kept else None
                 if not kept:
-                    yield Lost(key=order.target, reason=str(error).splitlines()[0])
+                    lost.append(Lost(key=order.target, reason=str(error).splitlines()[0]))
+        return Applied(lost=tuple(lost), sent_bytes=sent_bytes)
 
     def _abort(self, prepared: _Prepared) -> None:
         # First the pointers: whatever fails below, the old layout holds and nothing of the epoch is left.

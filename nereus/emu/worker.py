@@ -28,7 +28,7 @@ from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch
 from nereus.emu.checkpoint.part import Part, write_part
 from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
 from nereus.emu.decision import Decision
-from nereus.emu.device_memory import take_peak_bytes
+from nereus.emu.device_memory import free_bytes, take_peak_bytes
 from nereus.emu.engines.feeding import Fed, FeedEngine
 from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
 from nereus.emu.engines.registry import open_generator, open_trainer
@@ -43,7 +43,7 @@ from nereus.emu.source import fill
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.timings import Observed, Timings
-from nereus.emu.transaction import Lost, Moved, Order, Participant
+from nereus.emu.transaction import Applied, Moved, Order, Participant
 from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.protocol import Deadline
 from nereus.emu.unit_groups import UnitGroups
@@ -312,11 +312,19 @@ class Worker:
         """Whether all operations of the open epoch are done."""
         return self.participant.vote()
 
-    def apply_decision(self, decision: Decision) -> tuple[Lost, ...]:
+    def apply_decision(self, decision: Decision) -> Applied:
         """Let the new shards count, or drop them. Engines still hold the old ones until they are built
         anew.
         """
         return self.participant.apply(decision)
+
+    def held_states(self) -> tuple[str, ...]:
+        """The model-stages of which this worker holds a shard that transitions may move."""
+        return tuple(self.participant.live)
+
+    def free_bytes(self) -> int | None:
+        """Memory that could still be taken here; of a host for all of its workers together."""
+        return free_bytes(self.device)
 
     def drop(self, key: str) -> None:
         """Free a shard that no engine uses: one of a copy that a newer one has replaced."""

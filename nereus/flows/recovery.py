@@ -19,24 +19,33 @@ from typing import TypeVar
 
 from prefect import flow
 
-from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
 from nereus.emu.stage import StageSpec
-from nereus.errors import NoSource, StageFailed, TransportError, WorkerLost
+from nereus.errors import (
+    Infeasible,
+    InvalidOperation,
+    NoSource,
+    StageFailed,
+    StateLost,
+    TransportError,
+    WorkerLost,
+)
 from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.row_source import current_source
 from nereus.flows.transition import carry_out
 from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
 from nereus.tasks.adapt import seated_stages
-from nereus.tasks.counters import stale_ranks
+from nereus.tasks.counters import stale_states
+from nereus.tasks.fixed_options import fitted
 from nereus.tasks.job import Job
 from nereus.tasks.peer_copy import go_back_to_copies
+from nereus.tasks.plan_move import plan_move
 from nereus.tasks.restart import restart_from_storage
 from nereus.tasks.survive import on_survivors
-from nereus.tasks.transition_plan import plan_transition
 
 ANSWER_S = 60.0  # beyond the longest wait in a collective: a worker that is silent still hangs
+MOST_ATTEMPTS = 3  # at an emergency in which nobody is gone
 R = TypeVar("R")
 
 
@@ -55,17 +64,18 @@ def surviving(job: Job, act: Callable[[Job], R]) -> R:
                 emergency.record(job, way)
                 emergency = None
             return act(job)
-        except (WorkerLost, StageFailed, TransportError) as error:
+        except (WorkerLost, StageFailed, TransportError, StateLost) as error:
             if job.cluster.stop.is_set():
                 raise
             emergency = emergency or _Emergency(step=job.state.step, reason=str(error))
             gone = job.cluster.reap(timeout_s=job.config.cluster.timeout_s + ANSWER_S)
-            if not gone:
+            if not gone and not (isinstance(error, StateLost) and emergency.attempts < MOST_ATTEMPTS):
                 raise
             emergency.gone |= gone
             emergency.attempts += 1
             events.pool_changed(job, "shrank", gone, "workers died")
-            job.listener.on_message(f"step {job.state.step}: workers {sorted(gone)} are gone ({error})")
+            told = f"workers {sorted(gone)} are gone" if gone else "state is lost"
+            job.listener.on_message(f"step {job.state.step}: {told} ({error})")
 
 
 @dataclass(kw_only=True)
@@ -105,15 +115,8 @@ def recovery_flow(step: int, gone: list[Rank]) -> Way:
     job = current_job()
     job.measured = None
     then = stages_of_survivors(job)
-    held = {rank for spec in job.stages.values() for rank in spec.ranks}
-    decision: Decision | None = None
-    try:
-        lost = frozenset(held - set(job.cluster.ranks)) | stale_ranks(job)
-        decision = carry_out(job, plan_transition(job.stages, then, lost=lost))
-        reason = decision.reason
-    except NoSource as error:
-        reason = str(error)
-    if decision is not None and decision.commits:
+    reason = not_moved(job, then)
+    if not reason:
         return Way.TRANSITION
     if go_back_to_copies(job, then):
         job.listener.on_message(f"went back to the copies on peers: {reason}")
@@ -123,8 +126,26 @@ def recovery_flow(step: int, gone: list[Rank]) -> Way:
     return Way.STORAGE
 
 
+def not_moved(job: Job, then: Mapping[str, StageSpec]) -> str:
+    """Move to `then` from what live workers hold that is of worth; returns why that was not possible, or
+    nothing.
+    """
+    while True:
+        try:
+            transition = plan_move(job, then, stale=stale_states(job))
+        except (NoSource, InvalidOperation, Infeasible) as error:
+            return str(error)
+        decision = carry_out(job, transition)
+        if not decision.commits:
+            return decision.reason
+        if not transition.halfway:
+            return ""
+
+
 def stages_of_survivors(job: Job) -> Mapping[str, StageSpec]:
-    """Where to go on: the best plan for who is left in a job that adapts, else the smallest change."""
+    """Where to go on: the best plan for who is left in a job that adapts, else the smallest change, with less
+    at once where memory asks for that.
+    """
     if job.adapter is None:
-        return on_survivors(job.stages, job.cluster.ranks, apart=job.config.runs_ahead)
+        return fitted(job, on_survivors(job.stages, job.cluster.ranks, apart=job.config.runs_ahead))
     return seated_stages(job.stages, job.adapter.without(job.cluster.pool(), job.state.step))

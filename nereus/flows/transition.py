@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from prefect import flow
@@ -16,19 +17,21 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.emu.decision import Decision
 from nereus.emu.stage import StageSpec
+from nereus.errors import Infeasible, InvalidOperation, StateLost, explain
 from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.row_source import current_source
 from nereus.planner.backoff import after_abort
 from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
 from nereus.tasks.counters import adam_steps
+from nereus.tasks.fixed_options import fitted
 from nereus.tasks.job import Job
+from nereus.tasks.plan_move import plan_move
 from nereus.tasks.stages import GENERATION
 from nereus.tasks.survive import on_survivors
-from nereus.tasks.topology import topology_of
 from nereus.tasks.transition import Attempt, apply, begin, decide, operate, rebuild, vote
 from nereus.tasks.transition_picture import draw
-from nereus.tasks.transition_plan import Transition, asked_of, plan_transition
+from nereus.tasks.transition_plan import Asked, Transition, asked_of
 
 MAX_CONCURRENT = 16
 
@@ -38,12 +41,12 @@ def follow_plan(job: Job) -> None:
     then = job.prepared.stages_at(job.state.step)
     if all(then[name].units == job.planned[name].units for name in then):
         return
-    target = then
+    target: Mapping[str, StageSpec] = then
     if absent := {rank for spec in then.values() for rank in spec.ranks} - set(job.cluster.ranks):
         job.listener.on_message(
             f"the plan of step {job.state.step} names workers {sorted(absent)}, which are gone"
         )
-        target = on_survivors(then, job.cluster.ranks, apart=job.config.runs_ahead)
+        target = fitted(job, on_survivors(then, job.cluster.ranks, apart=job.config.runs_ahead))
     if move_to(job, target):
         job.planned = then
 
@@ -76,16 +79,40 @@ def transition_flow(step: int) -> Decision:
     """Move the job to its target, between two steps."""
     job = current_job()
     assert job.target is not None, "somebody asked for the move"
-    topology = topology_of(job.cluster.pool(), job.stages)
-    transition = plan_transition(job.stages, job.target, topology=topology)
-    with _generation_rests(job, transition):
-        return carry_out(job, transition)
+    with ExitStack() as rest:
+        while True:
+            try:
+                transition = plan_move(job, job.target)
+            except (InvalidOperation, Infeasible) as error:
+                decision = _refuse(job, asked_of(job.target), str(error))
+                break
+            rest.enter_context(_generation_rests(job, transition))
+            decision = carry_out(job, transition)
+            if not (transition.halfway and decision.commits):
+                break
+    if not decision.commits and not job.is_built:
+        raise StateLost(
+            explain(
+                "a transition in two parts broke off after its first",
+                values=decision.reason,
+                rule="the units between the two are no plan to run under",
+            )
+        )
+    return decision
+
+
+def _refuse(job: Job, asked: Asked, reason: str) -> Decision:
+    """A transition that cannot be planned, as one that was aborted before it began."""
+    decision = job.cluster.coordinator.abort(job.cluster.next_epoch(), reason)
+    _back_off(job, asked, decision)
+    return decision
 
 
 def carry_out(job: Job, transition: Transition) -> Decision:
     """Run a planned transition in the current flow run and record it.
 
-    An abort leaves the job under its old plan. Raises WorkerLost when a worker died on the way: before the
+    An abort leaves the job under its old plan; after one that leads halfway the job is not built. Raises
+    StateLost when a move in bounded mode broke off, WorkerLost when a worker died on the way: before the
     decision the transition was aborted; after a commit the job's model-stages are the new ones, unbuilt.
     """
     started = time.perf_counter()
@@ -100,12 +127,12 @@ def carry_out(job: Job, transition: Transition) -> Decision:
         votes = vote.submit(attempt).result()
         decision = decide.submit(attempt, votes, counts).result()
         try:
-            apply.submit(attempt, decision).result()
-            if decision.commits:
+            operations = sent_later(operations, apply.submit(attempt, decision).result())
+            if decision.commits and not transition.halfway:
                 with current_source().at_rest():  # all workers enter a new world
                     rebuild.submit(attempt).result()
         finally:
-            _back_off(job, transition, decision)
+            _back_off(job, transition.asked, decision)
             seconds = time.perf_counter() - started
             _record(job, transition, decision, before, operations, picture, seconds)
             outcome: events.Outcome = "committed" if decision.commits else "aborted"
@@ -120,7 +147,8 @@ def carry_out(job: Job, transition: Transition) -> Decision:
 def _generation_rests(job: Job, transition: Transition) -> AbstractContextManager[None]:
     """Nothing, where the operations leave generation and its workers alone: it runs on meanwhile."""
     now, then = job.stages[GENERATION], transition.stages[GENERATION]
-    moves = now.units != then.units or not set(now.ranks).isdisjoint(transition.movers)
+    touches = now.units != then.units or not set(now.ranks).isdisjoint(transition.movers)
+    moves = touches or transition.halfway
     return current_source().at_rest() if moves else nullcontext()
 
 
@@ -136,14 +164,24 @@ def run_operations(attempt: Attempt) -> list[OperationRecord]:
     return [run.result() for run in runs.values()]
 
 
-def _back_off(job: Job, transition: Transition, decision: Decision) -> None:
+def sent_later(operations: list[OperationRecord], sent_bytes: Mapping[str, int]) -> list[OperationRecord]:
+    """The operations with what those in bounded mode sent after the decision."""
+    return [
+        replace(operation, bytes=sent_bytes[operation.model_stage])
+        if operation.carrier is None and operation.model_stage in sent_bytes
+        else operation
+        for operation in operations
+    ]
+
+
+def _back_off(job: Job, asked: Asked, decision: Decision) -> None:
     """After an abort, leave this plan out for a while."""
     if decision.commits:
         job.back_off = None
         return
     job.back_off = after_abort(
         job.back_off,
-        transition.asked,
+        asked,
         job.cluster.pool(),
         step=job.state.step,
         longest=job.config.transitions.longest_wait,
@@ -177,6 +215,8 @@ def _record(
             after={name: spec.text for name, spec in transition.stages.items()},
             operations=operations,
             picture=picture,
+            bounded=sorted(transition.bounded),
+            halfway=transition.halfway,
             retry_step=None if job.back_off is None else job.back_off.retry_step,
         ),
     )

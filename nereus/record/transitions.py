@@ -62,6 +62,10 @@ class TransitionRecord:
     """In the order of the schedule."""
     picture: str
     """The graph of operations, drawn into this file of the run folder."""
+    bounded: Sequence[str] = ()
+    """Model-stages that were moved in bounded mode: after the decision, each shard freed as it moved."""
+    halfway: bool = False
+    """Whether it led to units from which the next line leads on to the plan, because of memory."""
     retry_step: int | None = None
     """The step before which the same plan may be tried again; None after a commit."""
 
@@ -90,6 +94,8 @@ def told(record: TransitionRecord) -> str:
     megabytes = record.bytes / 1e6
     lines = [
         f"before step {record.step}: {record.outcome} in {record.seconds:.3g} s, {megabytes:.3g} MB planned"
+        + (f"; bounded: {', '.join(record.bounded)}" if record.bounded else "")
+        + ("; halfway" if record.halfway else "")
         + (f"; {record.reason}" if record.reason else "")
         + ("" if record.retry_step is None else f"; not tried again before step {record.retry_step}")
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
+from nereus.emu.optimizer_slices import optimizer_stage
 from nereus.emu.stage import FromMemory, StageSpec
 from nereus.tasks.job import Job
 
@@ -26,17 +27,25 @@ def adam_steps(job: Job) -> dict[str, int]:
     return {spec.name: max(step_counts(job, spec).values(), default=0) for spec in trained}
 
 
-def stale_ranks(job: Job) -> frozenset[Rank]:
-    """Live ranks that missed an optimizer step which others took before a failure.
+def stale_states(job: Job) -> dict[str, frozenset[Rank]]:
+    """Live ranks, by model-stage, whose state is of no worth: a move that freed its source broke off there,
+    or they missed an optimizer step which others took before a failure.
 
     A death inside the last collective of a step can let one unit finish it and another not. The further state
     is the one to keep: its gradient was complete. A rank that was interrupted inside its update (TORN, below
     all counts) is always stale.
     """
-    stale: set[Rank] = set()
+    held = job.cluster.run(dict.fromkeys(job.cluster.ranks, Call("held_states")), what="read what is held")
+    stale: dict[str, frozenset[Rank]] = {}
     for spec in job.stages.values():
+        if spec.role == "generation":
+            continue  # its weights come from training
+        keys = {spec.name, *({optimizer_stage(spec.name)} if spec.zero1 else ())}
+        worthless = {rank for rank in spec.ranks if rank in held and not keys <= set(held[rank])}
         if spec.role == "training":
             counts = step_counts(job, spec)
             newest = max([0, *counts.values()])
-            stale |= {rank for rank, count in counts.items() if count < newest}
-    return frozenset(stale)
+            worthless |= {rank for rank, count in counts.items() if count < newest}
+        if worthless:
+            stale[spec.name] = frozenset(worthless)
+    return stale

@@ -38,6 +38,7 @@ from nereus.tasks.prepare import Prepared
 from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
 from nereus.tasks.share import Share
 from nereus.tasks.stages import GENERATION, TRAINING
+from nereus.tasks.topology import limits_on, topology_of
 from nereus.tasks.weight_sync import plan_weight_sync
 
 KL_BETA = "kl_beta"  # the name under which a control record holds it
@@ -199,7 +200,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             planned = seated_stages(planned, adapter.seated)
             stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
         cluster.join()
-        sync = build_stages(cluster, stages)
+        sync = build_stages(cluster, stages, device=device(config))
         yield Job(
             prepared=prepared,
             cluster=cluster,
@@ -243,7 +244,9 @@ def counted_steps(stages: Mapping[str, StageSpec]) -> dict[str, int]:
     }
 
 
-def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank, RankPlan] | None:
+def build_stages(
+    cluster: Cluster, stages: Mapping[str, StageSpec], *, device: str
+) -> dict[Rank, RankPlan] | None:
     """Build every model-stage on its workers, hand out the weight-sync plan, and sync once.
 
     Generation that a transition has moved needs no sync: it holds the weights of the last one. Returns the
@@ -254,7 +257,8 @@ def build_stages(cluster: Cluster, stages: Mapping[str, StageSpec]) -> dict[Rank
     training, generation = stages[TRAINING], stages[GENERATION]
     if generation.shares is not None:
         return None
-    plans = plan_weight_sync(training, generation)
+    topology = topology_of(cluster.pool(), stages, device=device)
+    plans = plan_weight_sync(training, generation, topology, limits_on(device))
     held = {rank: Call("hold_sync_plan", (training.name, plan)) for rank, plan in plans.items()}
     cluster.run(held, what="hold the weight sync's plan")
     if not isinstance(generation.origin, FromMemory):

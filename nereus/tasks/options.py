@@ -11,6 +11,7 @@ from dataclasses import replace
 from nereus.emu.stage import FromMemory
 from nereus.tasks.adapt import with_options
 from nereus.tasks.counters import adam_steps
+from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages
 from nereus.tasks.stages import GENERATION
 
@@ -37,5 +38,5 @@ def follow_options(job: Job) -> None:
         for name, spec in chosen.items()
     }
     job.cluster.join()
-    job.weight_sync = build_stages(job.cluster, job.stages)
+    job.weight_sync = build_stages(job.cluster, job.stages, device=device(job.config))
     job.is_built = True

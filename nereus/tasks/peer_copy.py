@@ -27,6 +27,7 @@ from nereus.emu.unit import Unit
 from nereus.errors import NoSource, WorkerLost
 from nereus.tasks.control import control_record
 from nereus.tasks.counters import adam_steps
+from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages, state_of
 from nereus.tasks.peer_places import Copies, Place, copy_name, copy_units, model_of
 from nereus.tasks.resume import MODEL_OF_STAGE, newest_checkpoint
@@ -110,7 +111,7 @@ def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
     plans = {move.target: move.plan for move in moves if move.target in then}
     stages = _stages_at(job, then, plans, copies)
     job.cluster.join()
-    job.weight_sync = build_stages(job.cluster, stages)
+    job.weight_sync = build_stages(job.cluster, stages, device=device(job.config))
     job.stages, job.is_built = stages, True
     job.adam_steps = {name: _steps_of(copies, name) for name in copies.units}
     job.state, job.tried = state_of(copies.control), -1

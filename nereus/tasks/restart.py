@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nereus.emu.stage import StageSpec
+from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages, counted_steps, restored_state
 from nereus.tasks.resume import newest_checkpoint, with_origin
 
@@ -22,7 +23,7 @@ def restart_from_storage(job: Job, then: Mapping[str, StageSpec]) -> None:
         name: with_origin(replace(spec, origin=first[name].origin), checkpoint) for name, spec in then.items()
     }
     job.cluster.join()
-    job.weight_sync = build_stages(job.cluster, stages)
+    job.weight_sync = build_stages(job.cluster, stages, device=device(job.config))
     job.stages, job.is_built = stages, True
     job.adam_steps = counted_steps(stages)
     job.state = restored_state(checkpoint)

@@ -45,13 +45,18 @@ def surviving_units(
     model: ModelSpec, units: tuple[Layout, ...], alive: tuple[Rank, ...]
 ) -> tuple[Layout, ...]:
     """Whole units, then new ones of the same size on the other ranks, at most as many as before."""
-    whole = [unit for unit in units if set(unit.ranks) <= set(alive)]
+    whole = [unit for unit in units if set(unit.ranks) <= set(alive) and is_like(unit, units[0])]
     free = [rank for rank in alive if not any(rank in unit.ranks for unit in whole)]
     size = units[0].world_size
     while len(whole) < len(units) and len(free) >= size:
         whole.append(units[0].with_ranks(tuple(free[:size])))
         free = free[size:]
     return tuple(whole) or (largest_layout(model, units[0], alive),)
+
+
+def is_like(unit: Layout, other: Layout) -> bool:
+    """Whether both are cut alike; not so halfway through a transition in two parts."""
+    return (unit.tp, unit.layers) == (other.tp, other.layers)
 
 
 def largest_layout(model: ModelSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:

@@ -13,6 +13,7 @@ order, and the operation that was sent first can always go on.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -24,10 +25,11 @@ from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
 from nereus.emu.stage import FromMemory, FromStage, StageSpec
-from nereus.emu.transaction import Moved
-from nereus.errors import WorkerLost
+from nereus.emu.transaction import Applied, Moved
+from nereus.errors import StateLost, WorkerLost, explain
 from nereus.record.transitions import OperationRecord
 from nereus.tasks.control import control_record
+from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages
 from nereus.tasks.stages import TRAINING
 from nereus.tasks.transition_plan import PlannedOperation, Transition
@@ -75,7 +77,8 @@ def begin(attempt: Attempt) -> None:
 def operate(attempt: Attempt, operation_id: str, text: str) -> OperationRecord:
     """Let the workers of one operation build their new shards beside the old ones. `text` names the task run.
 
-    Sends nothing where another operation of its chain carries the bytes, or where the attempt has failed.
+    Sends nothing where another operation of its chain carries the bytes, or where the attempt has failed; in
+    bounded mode the workers only connect, and move when it is decided.
     """
     operation = attempt.operation(operation_id)
     moved: Sequence[Moved] = ()
@@ -152,10 +155,28 @@ def _moved(spec: StageSpec, transition: Transition, counts: Mapping[str, int]) -
 
 
 @task(name="apply", task_run_name="apply", cache_policy=NO_CACHE)
-def apply(attempt: Attempt, decision: Decision) -> None:
-    """Let every worker that has a part act on the decision; all that live do, also when one is lost."""
+def apply(attempt: Attempt, decision: Decision) -> dict[str, int]:
+    """Let every worker that has a part act on the decision; all that live do, also when one is lost.
+
+    Returns what was sent in bounded mode, in bytes by model-stage. Raises StateLost when such a move broke
+    off while everybody lives: the job is to recover, from the replica that it left alone.
+    """
     calls = dict.fromkeys(attempt.transition.movers, Call("apply_decision", (decision,)))
-    attempt.job.cluster.run(calls, what="apply")
+    answers: Mapping[Rank, Applied] = attempt.job.cluster.run(calls, what="apply")
+    lost = [(rank, one) for rank, applied in answers.items() for one in applied.lost]
+    if lost:
+        rank, first = lost[0]
+        raise StateLost(
+            explain(
+                "a move in bounded mode broke off",
+                values=f"{len(lost)} shards are lost; worker {rank} lost {first.key}: {first.reason}",
+                rule="such a move frees what it has moved; the replica that it left alone is whole",
+            )
+        )
+    sent: Counter[str] = Counter()
+    for applied in answers.values():
+        sent.update(applied.sent_bytes)
+    return dict(sent)
 
 
 @task(name="rebuild", task_run_name="rebuild", cache_policy=NO_CACHE)
@@ -164,5 +185,5 @@ def rebuild(attempt: Attempt) -> None:
     job = attempt.job
     with job.stage("rebuild"):
         job.cluster.join()
-        job.weight_sync = build_stages(job.cluster, job.stages)
+        job.weight_sync = build_stages(job.cluster, job.stages, device=device(job.config))
         job.is_built = True

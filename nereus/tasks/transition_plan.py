@@ -11,19 +11,19 @@ the training units' weights; where another engine stores it, or workers were los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nereus.emu.bounded import Change, choose_together
 from nereus.emu.chain_time import Seconds
 from nereus.emu.chains import Chain
 from nereus.emu.graph import Node, TransitionGraph, build_graph
 from nereus.emu.layout import Layout, Rank
-from nereus.emu.operations import Destroy, Extend
 from nereus.emu.optimizer_slices import seat
 from nereus.emu.placement import Placement
 from nereus.emu.precedence import precedence
-from nereus.emu.rank_plan import RankPlan
-from nereus.emu.reshard import ReshardPlan, plan_reshard
+from nereus.emu.rank_plan import Mode, RankPlan
+from nereus.emu.reshard import Limits, ReshardPlan
 from nereus.emu.schedule import Schedule, schedule
 from nereus.emu.schedule_problem import Room
 from nereus.emu.shard_bytes import sizes_of
@@ -33,8 +33,11 @@ from nereus.emu.tensor import ModelSpec
 from nereus.emu.topology import Topology
 from nereus.emu.transaction import Order
 from nereus.emu.transition_text import node_text
-from nereus.emu.unit import ClusterState, Unit, UnitId
+from nereus.emu.unit import ClusterState, Unit
+from nereus.tasks.memory_room import held_bytes
+from nereus.tasks.peer_places import model_of
 from nereus.tasks.stages import GENERATION, TRAINING
+from nereus.tasks.whole_move import whole_chain, whole_plan
 
 AMPLE = Room(cap_bytes=1 << 60)
 Stages = Mapping[str, StageSpec]
@@ -65,7 +68,9 @@ class Transition:
     """What changes: operations in the order of the schedule, predecessors first, and all model-stages after.
 
     `plans` are the reshard plans by chain; `in_memory` are the model-stages whose state lies in the workers
-    after the commit, the others are synced; `asked` is the plan before ranks were permuted.
+    after the commit, the others are synced; `asked` is the plan before ranks were permuted. Model-stages in
+    `bounded` are moved after the decision, freeing what has moved. A transition that is `halfway` leads to
+    units from which another one leads on to the plan; nothing is built in between.
     """
 
     schedule: Schedule
@@ -74,6 +79,8 @@ class Transition:
     stages: Stages
     in_memory: frozenset[str]
     asked: Asked
+    bounded: frozenset[str] = frozenset()
+    halfway: bool = False
 
     @property
     def graph(self) -> TransitionGraph:
@@ -108,64 +115,181 @@ def asked_of(stages: Stages) -> Asked:
     return frozenset((name, spec.units) for name, spec in stages.items())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ground:
+    """What all plans of a transition rest on. Ranks in `lost` died; `stale` are, by model-stage, live ranks
+    whose state is of no worth.
+    """
+
+    topology: Topology
+    limits: Limits | None
+    room: Room
+    lost: frozenset[Rank]
+    stale: Mapping[str, frozenset[Rank]]
+
+    def stale_in(self, name: str) -> frozenset[Rank]:
+        """The live ranks that hold nothing of worth of a model-stage."""
+        return self.stale.get(name, frozenset()) - self.lost
+
+    def is_broken(self, spec: StageSpec) -> bool:
+        """Whether some rank of the model-stage is no source."""
+        return bool((self.lost | self.stale_in(spec.name)) & set(spec.ranks))
+
+
 def plan_transition(
     now: Stages,
     then: Stages,
     *,
     lost: frozenset[Rank] = frozenset(),
+    stale: Mapping[str, frozenset[Rank]] | None = None,
     topology: Topology | None = None,
+    limits: Limits | None = None,
     room: Room = AMPLE,
+    memory_bytes: Mapping[Rank, int] | None = None,
 ) -> Transition:
     """Plan the change. Ranks of new units are permuted among themselves where that moves fewer bytes.
 
-    What the ranks in `lost` hold is no source: they died, or their state is stale. Raises NoSource or
-    InvalidOperation when the state cannot be moved, Infeasible when it does not fit into `room`; nothing has
-    happened then.
+    Ranks in `lost` died; `stale` names, by model-stage, live ones whose state is no source and that are
+    filled anew. `memory_bytes` is what ranks may hold of all state at once: where old and new shards do not
+    fit, some model-stages are moved in bounded mode, if need be in two transitions, of which this plans the
+    first. Raises NoSource or InvalidOperation when the state cannot be moved, Infeasible when it does not fit
+    into `room`; nothing has happened then.
     """
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
-    topology = topology or Topology.single_node(1 + max(ranks))
-    sources, targets = _moving(now, lost), _moving(then, lost)
-    trained = [name for name, spec in targets.items() if spec.role == "training"]
-    targets |= {name: _seated(sources[name], targets[name], topology, lost) for name in trained}
-    broken = {name for name, spec in sources.items() if lost & set(spec.ranks)}
-    models = {_model(name): spec.tensors for name, spec in targets.items()}
-    before = cluster_state((spec for name, spec in sources.items() if name not in broken), ranks)
-    asked = cluster_state((spec for name, spec in targets.items() if name not in broken), ranks)
-    after = place_target(before, asked, models, topology)
-    graph = build_graph(before, after, topology)
-    plans = {
-        chain.id: plan for chain in graph.chains if (plan := chain.reshard_plan(models, topology)) is not None
+    ground = _Ground(
+        topology=topology or Topology.single_node(1 + max(ranks)),
+        limits=limits,
+        room=room,
+        lost=lost,
+        stale=stale or {},
+    )
+    draft = _plan(now, then, ground)
+    if not memory_bytes:
+        return draft
+    held = held_bytes(now)
+    free = {rank: amount - held.get(rank, 0) for rank, amount in memory_bytes.items() if rank not in lost}
+    moves = choose_together(_changes(draft, now, ground), free)
+    if not moves:
+        return draft
+    if all(len(chosen.plans) == 1 for chosen in moves.values()):
+        return _plan(now, then, ground, {name: chosen.plans[0] for name, chosen in moves.items()})
+    half = {
+        name: chosen.plans[0]
+        for name, chosen in moves.items()
+        if len(chosen.plans) == 2 or ground.is_broken(now[name])
     }
-    units = {name: tuple(unit.layout for unit in after.replicas(name)) for name in targets}
-    for name in sorted(broken):
-        old, new = _units(sources[name]), _units(targets[name])
-        chain, plan = _repair(sources[name].tensors, old, new, topology, lost)
-        graph = _with_chain(graph, chain, old)
-        plans[chain.id] = plan
-        units[name] = tuple(unit.layout for unit in plan.new)
-    for name in trained:
-        spec = targets[name]
-        old, new = sources[name].optimizer_units, replace(spec, units=units[name]).optimizer_units
-        if not new or (old == new and name not in broken):
-            continue
-        chain, plan = _repair(spec.tensors, old, new, topology, lost, placement="as_given")
-        graph = _with_chain(graph, chain, old)
-        plans[chain.id] = plan
-    found = schedule(graph, sizes_of(models), room, topology, _timed_by(plans))
-    return Transition(
-        schedule=found,
-        plans=plans,
-        operations=tuple(_operations(found, plans, models)),
-        stages=_placed(then, units),
-        in_memory=frozenset(targets),
-        asked=asked_of(then),
+    return replace(
+        _plan(now, _halfway(now, then, half, ground), ground, half), halfway=True, asked=draft.asked
     )
 
 
-def _moving(stages: Stages, lost: frozenset[Rank]) -> dict[str, StageSpec]:
+def _plan(
+    now: Stages, then: Stages, ground: _Ground, bounded: Mapping[str, ReshardPlan] | None = None
+) -> Transition:
+    """The transition in which the model-stages of `bounded` are moved by these plans, in bounded mode."""
+    bounded = bounded or {}
+    ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
+    is_emergency = bool(ground.lost or ground.stale)
+    sources, targets = _moving(now, is_emergency), _moving(then, is_emergency)
+    trained = [name for name, spec in targets.items() if spec.role == "training"]
+    targets |= {name: _seated(sources[name], targets[name], ground) for name in trained}
+    whole = {name for name, spec in sources.items() if name in bounded or ground.is_broken(spec)}
+    models = {model_of(name): spec.tensors for name, spec in targets.items()}
+    before = cluster_state((spec for name, spec in sources.items() if name not in whole), ranks)
+    asked = cluster_state((spec for name, spec in targets.items() if name not in whole), ranks)
+    after = place_target(before, asked, models, ground.topology)
+    graph = build_graph(before, after, ground.topology)
+    plans = {
+        chain.id: plan
+        for chain in graph.chains
+        if (plan := chain.reshard_plan(models, ground.topology, limits=ground.limits)) is not None
+    }
+    units = {name: tuple(unit.layout for unit in after.replicas(name)) for name in targets}
+    joined = []
+    for name in sorted(whole):
+        plan = bounded.get(name) or _whole(sources[name], targets[name], ground, placement="max_overlap")
+        units[name] = tuple(unit.layout for unit in plan.new)
+        joined.append(plan)
+    for name in trained:
+        spec = replace(targets[name], units=units[name])
+        held = sources[name]
+        if spec.zero1 and (held.optimizer_units != spec.optimizer_units or ground.is_broken(held)):
+            joined.append(_optimizer(held, spec, ground))
+    for plan in joined:
+        chain = whole_chain(plan)
+        graph = _with_chain(graph, chain, plan.old)
+        plans[chain.id] = plan
+    found = schedule(graph, sizes_of(models), ground.room, ground.topology, _timed_by(plans))
+    return Transition(
+        schedule=found,
+        plans=plans,
+        operations=tuple(_operations(found, plans, models, bounded)),
+        stages=_placed(then, units),
+        in_memory=frozenset(targets),
+        asked=asked_of(then),
+        bounded=frozenset(bounded),
+    )
+
+
+def _whole(now: StageSpec, then: StageSpec, ground: _Ground, *, placement: Placement) -> ReshardPlan:
+    """One plan for all of a model-stage."""
+    return whole_plan(
+        now.tensors,
+        _units(now),
+        _units(then),
+        topology=ground.topology,
+        limits=ground.limits,
+        lost=ground.lost,
+        stale=ground.stale_in(now.name),
+        placement=placement,
+    )
+
+
+def _optimizer(now: StageSpec, then: StageSpec, ground: _Ground) -> ReshardPlan:
+    """The plan of the optimizer state that the units of a model-stage share."""
+    return whole_plan(
+        then.tensors,
+        now.optimizer_units,
+        then.optimizer_units,
+        topology=ground.topology,
+        limits=ground.limits,
+        lost=ground.lost,
+        stale=ground.stale_in(now.name),
+        placement="as_given",
+    )
+
+
+def _changes(draft: Transition, now: Stages, ground: _Ground) -> dict[str, Change]:
+    """What changes, by model-stage. One that had no units before can only move in shadow mode, and so can one
+    whose units share an optimizer, of which a slice has no second holder.
+    """
+    out: dict[str, Change] = {}
+    for name in dict.fromkeys(operation.model_stage for operation in draft.operations):
+        own = tuple(plan for chain, plan in draft.plans.items() if chain.partition(":")[0] == name)
+        spec = now.get(name)
+        can = spec is not None and spec.shares is None and not spec.zero1 and name in draft.in_memory
+        whole = None
+        if can and own and spec is not None:
+            whole = _whole(spec, draft.stages[name], ground, placement="as_given")
+        out[name] = Change(plans=own, whole=whole)
+    return out
+
+
+def _halfway(
+    now: Stages, then: Stages, half: Mapping[str, ReshardPlan], ground: _Ground
+) -> dict[str, StageSpec]:
+    """The model-stages after the first of two transitions, in which those of `half` move, and what cannot
+    stay.
+    """
+    stays = {name: spec if not ground.is_broken(spec) else then[name] for name, spec in now.items()}
+    units = {name: tuple(unit.layout for unit in plan.new) for name, plan in half.items()}
+    return _placed(stays, units)
+
+
+def _moving(stages: Stages, is_emergency: bool) -> dict[str, StageSpec]:
     """The model-stages whose state moves in a transition; see the head of this file."""
     training, generation = stages[TRAINING], stages[GENERATION]
-    own = generation.shares is None and generation.engine == training.engine and not lost
+    own = generation.shares is None and generation.engine == training.engine and not is_emergency
     return {name: spec for name, spec in stages.items() if name != GENERATION or own}
 
 
@@ -178,59 +302,22 @@ def cluster_state(stages: Iterable[StageSpec], ranks: Iterable[Rank]) -> Cluster
         unit
         for spec in stages
         if spec.shares is None
-        for unit in spec.elastic_units(spec.kinds, model=_model(spec.name))
+        for unit in spec.elastic_units(spec.kinds, model=model_of(spec.name))
     ]
     return ClusterState(units=tuple(sorted(units, key=lambda unit: unit.id)), ranks=frozenset(ranks))
 
 
-def _model(model_stage: str) -> str:
-    return model_stage.partition(".")[0]
-
-
 def _units(spec: StageSpec) -> tuple[Unit, ...]:
-    return spec.elastic_units(spec.kinds, model=_model(spec.name))
+    return spec.elastic_units(spec.kinds, model=model_of(spec.name))
 
 
-def _seated(now: StageSpec, then: StageSpec, topology: Topology, lost: frozenset[Rank]) -> StageSpec:
+def _seated(now: StageSpec, then: StageSpec, ground: _Ground) -> StageSpec:
     """The units asked for; those that share an optimizer in the order in which most of it stays."""
     if not then.zero1 or now.units == then.units:
         return then
-    units = seat(now.tensors, _units(now), now.optimizer_units, _units(then), topology, lost=lost)
+    gone = ground.lost | ground.stale_in(now.name)
+    units = seat(now.tensors, _units(now), now.optimizer_units, _units(then), ground.topology, lost=gone)
     return replace(then, units=tuple(unit.layout for unit in units))
-
-
-def _repair(
-    model: ModelSpec,
-    old: Sequence[Unit],
-    asked: Sequence[Unit],
-    topology: Topology,
-    lost: frozenset[Rank],
-    *,
-    placement: Placement = "max_overlap",
-) -> tuple[Chain, ReshardPlan]:
-    """One plan for a model-stage that lost workers, or for an optimizer that units share.
-
-    The four operations speak of whole units, so its units are extended, each from whoever holds a part, and
-    then those that broke or are left over are destroyed.
-    """
-    name = old[0].model_stage
-    twins = {unit.layout: unit for unit in old}
-    fresh = iter(range(len(old), len(old) + len(asked)))
-    new = [twins.get(unit.layout) or unit.with_id(UnitId(name, next(fresh))) for unit in asked]
-    plan = plan_reshard(model, old, new, topology=topology, lost=lost, placement=placement)
-    makes = tuple(unit for unit in plan.new if unit not in old)
-    ends = tuple(unit for unit in old if unit not in plan.new)
-    into = tuple((unit.id, unit.layout) for unit in makes)
-    extends = (Extend(sources=tuple(unit.id for unit in old), into=into),) if makes else ()
-    chain = Chain(
-        id=f"{name}:repair",
-        model_stage=name,
-        operations=(*extends, *(Destroy(unit=unit.id) for unit in ends)),
-        reads=tuple(old) if makes else (),
-        ends=ends,
-        makes=makes,
-    )
-    return chain, plan
 
 
 def _with_chain(graph: TransitionGraph, chain: Chain, held: Sequence[Unit]) -> TransitionGraph:
@@ -245,7 +332,10 @@ def _timed_by(plans: Mapping[str, ReshardPlan]) -> Seconds:
 
 
 def _operations(
-    found: Schedule, plans: Mapping[str, ReshardPlan], models: Mapping[str, ModelSpec]
+    found: Schedule,
+    plans: Mapping[str, ReshardPlan],
+    models: Mapping[str, ModelSpec],
+    bounded: Collection[str],
 ) -> Iterable[PlannedOperation]:
     """Every operation in the order of the schedule, which puts predecessors first."""
     graph = found.graph
@@ -267,7 +357,7 @@ def _operations(
                 text=node_text(graph, node, None if plan is None else plan.bytes),
                 after=graph.predecessors(node.id),
                 ranks=tuple(sorted(_ranks(chain))),
-                orders=_orders(chain, plan, models) if node.leads else {},
+                orders=_orders(chain, plan, models, bounded) if node.leads else {},
                 bytes=0 if plan is None else plan.bytes,
                 carrier=None if node.leads else leader.id,
             )
@@ -277,12 +367,22 @@ def _ranks(chain: Chain) -> set[Rank]:
     return {rank for unit in (*chain.reads, *chain.ends, *chain.makes) for rank in unit.layout.ranks}
 
 
-def _orders(chain: Chain, plan: ReshardPlan | None, models: Mapping[str, ModelSpec]) -> dict[Rank, Order]:
+def _orders(
+    chain: Chain, plan: ReshardPlan | None, models: Mapping[str, ModelSpec], bounded: Collection[str]
+) -> dict[Rank, Order]:
     """What each worker does for a chain: its part of the plan, or dropping a shard where nothing is made."""
     if plan is not None:
         source = chain.reads[0].model_stage if chain.reads else chain.model_stage
+        mode: Mode = "bounded" if chain.model_stage in bounded else "shadow"
+        stored = None if plan.source == plan.model else plan.source
         return {
-            rank: Order(source=source, target=chain.model_stage, model=plan.model, plan=plan.rank_plan(rank))
+            rank: Order(
+                source=source,
+                target=chain.model_stage,
+                model=plan.model,
+                plan=plan.rank_plan(rank, mode),
+                stored=stored,
+            )
             for rank in plan.ranks
         }
     model = models[chain.model]

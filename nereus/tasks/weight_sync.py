@@ -7,11 +7,14 @@ from __future__ import annotations
 from nereus.emu.kinds import KindMove, serving_kinds, training_kinds
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import RankPlan
-from nereus.emu.reshard import plan_reshard
+from nereus.emu.reshard import Limits, plan_reshard
 from nereus.emu.stage import StageSpec
+from nereus.emu.topology import Topology
 
 
-def plan_weight_sync(training: StageSpec, generation: StageSpec) -> dict[Rank, RankPlan]:
+def plan_weight_sync(
+    training: StageSpec, generation: StageSpec, topology: Topology, limits: Limits
+) -> dict[Rank, RankPlan]:
     """Each involved rank's part of the plan. The placement is the configured one."""
     kinds = training_kinds(training.model.dtype)
     served = serving_kinds(generation.model.dtype)
@@ -20,7 +23,9 @@ def plan_weight_sync(training: StageSpec, generation: StageSpec) -> dict[Rank, R
         training.elastic_units(kinds, model="actor"),
         generation.elastic_units(served, model="actor"),
         (KindMove(kinds[0], served[0]),),
+        topology,
         source=training.tensors,
         placement="as_given",
+        limits=limits,
     )
     return {rank: plan.rank_plan(rank) for rank in plan.ranks}

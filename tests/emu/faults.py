@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nereus.config.environment import reads_memory
 from nereus.emu.arena import ShardState
 from nereus.emu.ballot import cast, collect
 from nereus.emu.coordinator import Coordinator
@@ -148,7 +149,7 @@ class Answer:
 def participant_of(worker: Rank, address: StoreAddress) -> Participant:
     """The process's participant; its transport lives through epochs, as a worker's does."""
     if HELD.get("address") != address:
-        transport = CollectiveTransport.connect(address, worker=worker)
+        transport = CollectiveTransport.connect(address, worker=worker, reads=reads_memory())
         HELD["executor"] = Executor(transport, torch.device("cpu"))
         HELD["transport"], HELD["address"] = transport, address
         HELD["store"] = connect(address, timeout_s=30)

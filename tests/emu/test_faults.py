@@ -162,11 +162,14 @@ class World:
         return answers
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("decisions"))
-    yield world
-    world.close()
+@pytest.fixture(scope="module", params=["reads", pytest.param("gloo", marks=pytest.mark.slow)])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Workers that read one another's memory, and workers that may not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEREUS_READ_MEMORY", "1" if request.param == "reads" else "0")
+        world = World(tmp_path_factory.mktemp("decisions"))
+        yield world
+        world.close()
 
 
 BEFORE_VOTE: tuple[Point, ...] = (

@@ -23,13 +23,14 @@ from nereus.emu.layout import Layout
 from nereus.emu.rank_plan import Mode
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.store import Store, StoreAddress
-from nereus.emu.transaction import Lost, Moved, Order, Participant, Phase
+from nereus.emu.transaction import Moved, Order, Participant, Phase
 from nereus.emu.transport.memory import Hub, MemoryTransport
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import InvalidOperation, TransitionAborted
 from tests.emu.faults import HELD, allocate, participant_of
 from tests.emu.processes import Workers
 from tests.emu.states import differences, direct_state
+from tests.emu.test_reshard_storage import stored_otherwise
 
 MODEL = decoder_spec(
     DecoderConfig(
@@ -283,6 +284,23 @@ def test_a_shard_of_another_layout_than_the_plan_speaks_of_is_refused() -> None:
     assert world[0].undecided is None
 
 
+def test_a_shard_that_is_stored_in_another_way_than_the_new_one_is_moved() -> None:
+    stored = stored_otherwise(MODEL, "other order")
+    plan = plan_reshard(MODEL, REMAP.old, REMAP.new, source=stored, placement="as_given")
+    world = World((ACTOR, plan))
+    for rank in world.ranks:
+        world[rank].live[ACTOR] = direct_state(stored, REMAP.old[0], rank)
+
+    def prepare(rank: int, participant: Participant) -> Vote:
+        order = Order(source=ACTOR, target=ACTOR, model=MODEL, plan=plan.rank_plan(rank), stored=stored)
+        return voted(participant, 1, order)
+
+    assert all(vote.yes for vote in world.together(prepare).values())
+    world.together(lambda rank, p: p.apply(decision(1)))
+    for rank in world.ranks:
+        assert not differences(world[rank].live[ACTOR], direct_state(MODEL, REMAP.new[0], rank))
+
+
 def test_a_worker_that_voted_no_refuses_to_commit() -> None:
     world = World((ACTOR, REMAP))
     vote = voted(world[0], 1, order_of(REMAP, 0), deadline_s=0.2)  # worker 1 never comes
@@ -344,7 +362,8 @@ def test_a_bounded_move_runs_after_the_decision() -> None:
     old = direct_state(MODEL, ONE_OF_TWO.old[1], 0)
     assert not differences(world[0].live[ACTOR], old), "nothing has moved or been freed yet"
     lost = world.together(lambda rank, p: p.apply(decision(1)))
-    assert not any(lost.values())
+    assert not any(applied.lost for applied in lost.values())
+    assert sum(applied.sent_bytes[ACTOR] for applied in lost.values()) == ONE_OF_TWO.bytes
     for rank in world.ranks:
         new = ONE_OF_TWO.new_unit(rank)
         assert new is not None
@@ -360,11 +379,11 @@ def test_a_bounded_move_that_breaks_off_reports_the_loss_and_spares_the_backup()
 
     world[1].allocate = no_room
     lost = world.together(lambda rank, p: p.apply(decision(1)))
-    assert [item.key for item in lost[1]] == [ACTOR]
-    assert isinstance(lost[1][0], Lost)
-    assert "no memory" in lost[1][0].reason
+    (gone,) = lost[1].lost
+    assert gone.key == ACTOR
+    assert "no memory" in gone.reason
     assert ACTOR not in world[1].live
-    assert not lost[2]
+    assert not lost[2].lost
     assert not differences(world[2].live[ACTOR], direct_state(MODEL, ONE_OF_TWO.old[0], 2))
 
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from nereus.config.adaptation import NeverPolicy, Thresholds
 from nereus.emu.cluster import PooledGpu
+from nereus.emu.decoder import decoder_spec
+from nereus.emu.layout import Layout
 from nereus.emu.stage import FromStage, Role, StageSpec
 from nereus.planner.adapt import Controller, first
 from nereus.planner.lengths import LengthDistribution
@@ -21,6 +23,7 @@ from nereus.planner.transition_time import FixedCosts
 from nereus.planner.workload import Algorithm, ModelShapes, Recompute, Workload
 from nereus.tasks.adapt import Adapter, with_options
 from nereus.tasks.dealing import rounds
+from nereus.tasks.fixed_options import less_at_once
 
 SHAPE = model_shape("llama-3.1-8b")
 
@@ -93,3 +96,31 @@ def test_a_plan_without_room_takes_a_smaller_micro_batch_and_then_recomputation(
     assert (_training(long).train_rows, _training(long).recompute) == (1, False)
     long.without(tuple(PooledGpu(rank=rank, node=0) for rank in range(4)), step=1)  # four GPUs were lost
     assert (_training(long).train_rows, _training(long).recompute) == (1, True)
+
+
+def _given(tp: int) -> dict[str, StageSpec]:
+    """Layouts that a user gave: every model on the same GPUs, as one unit."""
+    roles: dict[str, Role] = {
+        "actor.training": "training",
+        "actor.generation": "generation",
+        "reference.inference": "inference",
+    }
+    unit = Layout.make(decoder_spec(SHAPE), tp=tp, pp=1, ranks=range(tp))
+    return {
+        name: StageSpec(
+            name=name, role=role, model=SHAPE, units=(unit,), origin=FromStage(stage="actor.training")
+        )
+        for name, role in roles.items()
+    }
+
+
+def test_given_layouts_take_less_at_once_where_they_no_longer_fit() -> None:
+    request = _adapter(8192).controller.request
+    short = _adapter(1024).controller.request
+    wide, narrow = _given(8), _given(4)
+    assert less_at_once(short, wide) is wide
+    lean = less_at_once(request, narrow)
+    assert lean is not None
+    assert lean["actor.training"].train_rows == 1
+    assert lean["actor.training"].units == narrow["actor.training"].units
+    assert less_at_once(request, _given(1)) is None

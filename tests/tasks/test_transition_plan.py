@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.layout import Layout
 from nereus.emu.stage import FromStage, Role, StageSpec
-from nereus.errors import NoSource
+from nereus.errors import InvalidOperation, NoSource
+from nereus.tasks.memory_room import held_bytes
 from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, TRAINING
-from nereus.tasks.transition_plan import Transition, plan_transition
+from nereus.tasks.transition_plan import Transition, asked_of, plan_transition
 
 MODEL = DecoderConfig(
     vocab_size=32,
@@ -151,6 +152,62 @@ def test_a_model_stage_that_lost_workers_is_made_from_what_is_left_and_generatio
     last = stages(stage(TRAINING, 1, 1, 1, 3), stage(GENERATION, 1, 1, 1, 3), now[REFERENCE])
     with pytest.raises(NoSource):
         plan_transition(now, last, lost=frozenset({0, 2}))
+
+
+def test_a_live_rank_whose_state_is_stale_is_filled_anew_in_that_model_stage_alone() -> None:
+    now = stages(stage(TRAINING, 2, 1, 2), stage(GENERATION, 1, 1, 4), stage(CRITIC, 2, 1, 1))
+    transition = plan_transition(now, now, stale={TRAINING: frozenset({1})})
+    assert transition.stages[TRAINING].units == now[TRAINING].units
+    assert kinds(transition, TRAINING) == ["extend", "destroy"]
+    assert kinds(transition, CRITIC) == [], "its state on the same rank is sound"
+    (extend, _) = transition.operations
+    assert {(rank, order.plan.old is None) for rank, order in extend.orders.items() if order.plan.new} >= {
+        (0, False),
+        (1, True),
+    }
+    assert transition.bytes == extend.orders[1].plan.received_bytes > 0
+    with pytest.raises(NoSource):
+        plan_transition(now, now, stale={CRITIC: frozenset({1})})
+
+
+def test_without_room_for_both_shards_one_replica_waits_for_a_second_transition() -> None:
+    now, then = stages(stage(TRAINING, 2, 1, 2)), stages(stage(TRAINING, 1, 1, 4))
+    shadow = plan_transition(now, then, memory_bytes=dict.fromkeys(range(4), 1 << 30))
+    assert (shadow.bounded, shadow.halfway) == (frozenset(), False)
+    most = max(
+        held_bytes(now)[rank] + plan.peak_bytes(rank) for plan in shadow.plans.values() for rank in range(4)
+    )
+    fits = [dict.fromkeys(range(4), most * share // 20) for share in range(1, 20)]
+    found = [
+        transition
+        for room in fits
+        if (transition := _planned(now, then, room)) is not None and transition.bounded
+    ]
+    assert found, "there is a room in which bounded mode fits and shadow mode does not"
+    for first in found:
+        assert first.halfway
+        assert first.asked == asked_of(then)
+        assert len({unit.tp for unit in first.stages[TRAINING].units}) == 2
+        (kept,) = [unit for unit in first.stages[TRAINING].units if unit.tp == 2]
+        assert kept in now[TRAINING].units
+    tightest = next(room for room in fits if (one := _planned(now, then, room)) is not None and one.bounded)
+    second = plan_transition(found[0].stages, then, memory_bytes=tightest)
+    assert not second.halfway
+    assert {unit.tp for unit in second.stages[TRAINING].units} == {1}
+    for transition in (found[0], second):
+        modes = {
+            order.plan.mode for operation in transition.operations for order in operation.orders.values()
+        }
+        assert modes == {"bounded"}
+
+
+def _planned(
+    now: dict[str, StageSpec], then: dict[str, StageSpec], room: dict[int, int]
+) -> Transition | None:
+    try:
+        return plan_transition(now, then, memory_bytes=room)
+    except InvalidOperation:
+        return None
 
 
 def test_text_names_units_layouts_gpus_and_bytes() -> None:
