@@ -65,7 +65,9 @@ class Results:
 
     def put(self, name: str, value: Any) -> None:
         self.values[name] = value
-        self._path.write_text(json.dumps(self._all, indent=1))
+        whole = self._path.with_suffix(".new")
+        whole.write_text(json.dumps(self._all, indent=1))
+        whole.replace(self._path)
 
 
 @contextmanager
