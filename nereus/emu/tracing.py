@@ -37,14 +37,14 @@ class Recorder:
     def begin(self, name: str) -> int:
         """The start of a span; on a GPU also of an NVTX range of this thread."""
         if self.nvtx:
-            torch.cuda.nvtx.range_push(name)
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
         return clock_ns()
 
     def end(self, name: str, category: str, start_ns: int) -> None:
         """The end of the span that began then. On a GPU that is when its kernels were issued."""
         end_ns = clock_ns()
         if self.nvtx:
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         self._spans.append(
             Span(name=name, category=category, start_ns=start_ns, end_ns=end_ns, thread=threading.get_ident())
         )
