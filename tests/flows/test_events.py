@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import ray
@@ -113,7 +114,7 @@ def test_a_transition_is_begun_and_committed_in_the_feed_and_shrinking_starts_no
     assert [event.event for event in mine] == ["nereus.transition.begun", "nereus.transition.committed"]
     assert mine[0].resource == mine[1].resource
     assert "nereus.step.moved.1" in {resource.id for resource in mine[1].related}
-    trigger = start_when_gpus_appear(None).trigger
+    trigger = start_when_gpus_appear(uuid4()).trigger
     assert isinstance(trigger, EventTrigger)
     match = trigger.match
     assert isinstance(match, ResourceSpecification)
