@@ -7,11 +7,12 @@ else with recomputation. That is what a job that adapts does where nothing fits 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from nereus.emu.stage import StageSpec
 from nereus.errors import ConfigError
 from nereus.planner.held import Sizes, leaner, with_layouts
-from nereus.planner.request import PlanRequest
+from nereus.planner.request import PlanRequest, Turns
 from nereus.planner.seating import Seated
 from nereus.planner.workload import ModelStage
 from nereus.tasks.adapt import request_of, with_options
@@ -45,6 +46,7 @@ def less_at_once(request: PlanRequest, stages: Mapping[str, StageSpec]) -> Mappi
     """The stages as they are where they fit, else with the options that `leaner` allows; None where nothing
     fits. Pure.
     """
+    request = replace(request, turns=Turns.AUTO)  # a given plan may put two models of a stage on one GPU
     sizes = layouts_of(stages)
     if with_layouts(request, sizes) is not None:
         return stages

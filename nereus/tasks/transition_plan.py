@@ -167,7 +167,9 @@ def plan_transition(
     if not memory_bytes:
         return draft
     held = held_bytes(now)
-    free = {rank: amount - held.get(rank, 0) for rank, amount in memory_bytes.items() if rank not in lost}
+    free = {
+        rank: max(0, amount - held.get(rank, 0)) for rank, amount in memory_bytes.items() if rank not in lost
+    }
     moves = choose_together(_changes(draft, now, ground), free)
     if not moves:
         return draft
