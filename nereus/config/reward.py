@@ -76,10 +76,10 @@ class JudgeReward(Frozen):
     """Ask a language model for a score, at an address that speaks OpenAI's chat completions."""
 
     kind: Literal["judge"] = "judge"
-    url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$")
-    """Base address, e.g. `https://api.openai.com/v1`; `/chat/completions` is added."""
-    model: str
-    """Name of the model that judges."""
+    url: str = Field(pattern=r"^https?://[^\s/@]+(/[^\s?@]*)?$")
+    """Base address without credentials, e.g. `https://api.openai.com/v1`; `/chat/completions` is added."""
+    model_name: str
+    """Name of the model that judges, as the address knows it."""
     prompt: str = (
         "Grade how well the answer solves the task.\n\n<task>\n{prompt}\n</task>\n\n"
         "<reference>\n{ground_truth}\n</reference>\n\n<answer>\n{response}\n</answer>\n\n"

@@ -43,6 +43,7 @@ class Judge:
 
     def __init__(self, config: JudgeReward, *, stop: threading.Event | None = None) -> None:
         self._config, self._stop = config, stop or threading.Event()
+        self._closed = threading.Event()
         self._key = _key(config)
         self._url = f"{config.url.rstrip('/')}/chat/completions"
         self._pattern = re.compile(config.score)
@@ -56,7 +57,8 @@ class Judge:
         return self._thread.submit(asyncio.run, self._score(requests)).result()
 
     def close(self) -> None:
-        """End the thread."""
+        """End what is under way, and the thread."""
+        self._closed.set()
         self._thread.shutdown(wait=True)
 
     def __enter__(self) -> Judge:
@@ -77,7 +79,7 @@ class Judge:
 
             asked = asyncio.gather(*(one(request) for request in requests))
             while not asked.done():
-                if self._stop.is_set():
+                if self._stop.is_set() or self._closed.is_set():
                     asked.cancel()
                     await asyncio.gather(asked, return_exceptions=True)
                     raise Cancelled(explain("stopped while the judge was asked"))
@@ -125,7 +127,7 @@ class Judge:
         content = PLACES.sub(lambda place: texts[place[1]], self._config.prompt)
         return {
             **self._config.parameters,
-            "model": self._config.model,
+            "model": self._config.model_name,
             "messages": [{"role": "user", "content": content}],
         }
 
@@ -155,7 +157,7 @@ class Judge:
             explain(
                 f"the judge at {self._config.url} refuses every request",
                 values=detail,
-                remedy="check reward.url, reward.model and "
+                remedy="check reward.url, reward.model_name and "
                 + (f"the key in ${variable}" if variable else "whether it needs reward.api_key_variable"),
             )
         )

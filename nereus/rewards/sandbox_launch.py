@@ -109,10 +109,6 @@ def _build_root(job: Mapping[str, Any], user: int, group: int) -> None:
     """A root of system folders, read-only, with an empty work folder; the old root is gone afterwards."""
     root: str = job["folder"]
     _mount("tmpfs", root, NO_SUID | NO_DEVICES, b"size=1m,mode=0755")
-    for path in job["folders"]:
-        _bind(path, root)
-    for name in DEVICES:
-        _bind(f"/dev/{name}", root, devices=True)
     os.makedirs(root + WORK)
     _mount(
         "tmpfs",
@@ -120,6 +116,10 @@ def _build_root(job: Mapping[str, Any], user: int, group: int) -> None:
         NO_SUID | NO_DEVICES,
         f"size={job['disk_bytes']},nr_inodes=4096,mode=0700,uid={user},gid={group}".encode(),
     )
+    for path in job["folders"]:  # after the work folder is there: an installation may lie below it
+        _bind(path, root)
+    for name in DEVICES:
+        _bind(f"/dev/{name}", root, devices=True)
     for name, text in job["files"].items():
         with open(f"{root}{WORK}/{name}", "w", encoding="utf-8") as file:
             file.write(text)

@@ -70,7 +70,7 @@ def test_the_schema_has_what_a_form_needs() -> None:
     assert schema["additionalProperties"] is False
     for holder, name, number in (
         (schema, "algorithm", 9),
-        (schema, "reward", 3),
+        (schema, "reward", 5),
         (schema["$defs"]["PromptsConfig"], "source", 3),
     ):
         assert len(holder["properties"][name]["anyOf"]) == number, "tabs in the form; oneOf would be raw JSON"

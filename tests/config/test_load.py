@@ -147,7 +147,7 @@ def test_a_key_of_another_kind_names_its_kind(write: Write) -> None:
         ("cluster.device=cpus", "\"cpus\"; must be 'auto', 'cpu' or 'cuda'. Remedy: did you mean cpu?"),
         ("models.precision=fp16", "models.precision: \"fp16\"; must be 'fp32' or 'bf16'"),
         ("algorithm.kind=gppo", "algorithm.kind: \"gppo\"; must be one of 'grpo', 'ppo', 'remax', "),
-        ("reward={}", "reward.kind: absent; must be one of 'python', 'reasoning_gym', 'model'"),
+        ("reward={}", "reward.kind: absent; must be one of 'python', 'reasoning_gym', 'code', "),
         ("models={}", "models.actor: absent; this key is required. Remedy: add it: The policy to train."),
         ("name.x=1", "cannot set name.x: name is 'count'; only a mapping has keys below it"),
         ("steps", "cannot read 'steps'; an override has the form key.sub=value"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
 
@@ -14,6 +15,7 @@ from nereus.config import JudgeReward
 from nereus.errors import Cancelled, ConfigError, DataError
 from nereus.rewards.configured import configured_reward
 from nereus.rewards.function import RewardRequest, RewardResult
+from nereus.rewards.judge import Judge
 from tests.rewards.judge_server import Reply, Server, says, serving
 
 KEY = "sk-very-secret"
@@ -28,7 +30,7 @@ def request(response: str = "42", prompt: str = "6 x 7?") -> RewardRequest:
 def judged(
     server: Server, *requests: RewardRequest, stop: threading.Event | None = None, **settings: Any
 ) -> tuple[RewardResult, ...]:
-    config = JudgeReward(url=server.url, model="grader", **settings)
+    config = JudgeReward(url=server.url, model_name="grader", **settings)
     with configured_reward(config, stop=stop) as reward:
         return reward.score(requests or [request()])
 
@@ -169,7 +171,7 @@ def test_a_wrong_key_or_model_ends_the_run_and_the_key_is_in_no_message(
 
 def test_a_key_that_is_not_set_is_an_error_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    config = JudgeReward(url="http://localhost", model="m", api_key_variable="JUDGE_KEY")
+    config = JudgeReward(url="http://localhost", model_name="m", api_key_variable="JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY, which is not set"):
         configured_reward(config)
 
@@ -188,6 +190,30 @@ def test_a_stop_ends_what_is_under_way() -> None:
     assert time.monotonic() - began_s < 4
 
 
+def test_closing_does_not_wait_for_the_judge() -> None:
+    asked = threading.Event()
+
+    def slow(number: int, body: dict[str, Any]) -> Reply:
+        asked.set()
+        time.sleep(5)
+        return says("Score: 5")
+
+    with serving(slow) as server:
+        reward = Judge(JudgeReward(url=server.url, model_name="grader"))
+        scoring = threading.Thread(target=lambda: suppressed(reward))
+        scoring.start()
+        assert asked.wait(20)
+        began_s = time.monotonic()
+        reward.close()
+        assert time.monotonic() - began_s < 4
+        scoring.join(20)
+
+
+def suppressed(reward: Judge) -> None:
+    with suppress(Cancelled):
+        reward.score([request()])
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -196,9 +222,10 @@ def test_a_stop_ends_what_is_under_way() -> None:
         ({"score": "("}, "no regular expression"),
         ({"lowest": 3.0, "highest": 3.0}, "not below"),
         ({"url": "localhost:8000"}, "url"),
+        ({"url": f"https://me:{KEY}@host/v1"}, "url"),
         ({"api_key_variable": KEY}, "api_key_variable"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_named(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
-        JudgeReward.model_validate({"url": "http://localhost", "model": "m"} | changed)
+        JudgeReward.model_validate({"url": "http://localhost", "model_name": "m"} | changed)
