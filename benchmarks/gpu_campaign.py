@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu_sections import Row, Size
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu_sections import Row, Size
 from nereus.config import CampaignConfig
 
 COUNT = Path(__file__).resolve().parent.parent / "examples" / "count"

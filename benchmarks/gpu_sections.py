@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from benchmarks.gpu_ranks import shared_rank
 from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.gpu_ranks import shared_rank
 from nereus.emu.arena import ShardState, training_kinds
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.torch.optimizer import AdamW, step

@@ -45,9 +45,10 @@ def main() -> None:
 def run(*, interpret: bool, file: Path, only: list[str] | None) -> int:
     """Run, print and write; the exit status."""
     import torch
+    from rich.console import Console
+
     from benchmarks.gpu_campaign import campaign_rows
     from benchmarks.gpu_sections import FULL, SECTIONS, TINY, Row, table_of
-    from rich.console import Console
 
     device = torch.device("cpu" if interpret else "cuda")
     size = TINY if interpret else FULL

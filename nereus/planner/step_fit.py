@@ -13,11 +13,11 @@ import numpy as np
 from nereus.errors import ConfigError
 from nereus.planner.calibrate import Calibrator, StageFit
 from nereus.planner.calibration import NEUTRAL, Calibration
-from nereus.planner.cost import stage_time, step_time
+from nereus.planner.cost import stage_time
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.scalars import GENERATION, TRAINING, features, with_scalars
-from nereus.planner.workload import ModelStage, Schedule, Stage, Workload
+from nereus.planner.workload import ModelStage, Stage, Workload
 
 WARM_UP = 1  # a job's first step compiles and connects
 PULL = 1e-4  # towards the general prior: weak, for the lengths of a job's steps differ enough to tell
@@ -43,6 +43,8 @@ class SeenStep:
     sizes: Mapping[ModelStage, Sizes]
     stage_s: Mapping[Stage, float]
     step_s: float
+    in_turn: frozenset[Stage] = frozenset()
+    """Stages whose models share GPUs, and so follow one another."""
 
     def workload(self, base: Workload) -> Workload:
         """The job's work with this step's lengths."""
@@ -89,13 +91,14 @@ class _Priced:
         }  # fmt: skip
 
     def step(self, step: SeenStep, calibration: Calibration) -> float:
-        return step_time(self.stages(step, calibration), Schedule.SYNC)
+        return sum(self.stage(step, stage)(calibration) for stage in Stage)
 
     def stage(self, step: SeenStep, stage: Stage) -> Callable[[Calibration], float]:
-        return lambda calibration: max(
-            (time for name, time in self.stages(step, calibration).items() if name.stage is stage),
-            default=0.0,
-        )
+        def price(calibration: Calibration) -> float:
+            found = [time for name, time in self.stages(step, calibration).items() if name.stage is stage]
+            return sum(found) if stage in step.in_turn else max(found, default=0.0)
+
+        return price
 
 
 def fit_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nereus.config import CampaignConfig
+from nereus.config import CampaignConfig, PlanConfig
 from nereus.errors import DataError, explain
 from nereus.planner.calibration_store import System, save
 from nereus.planner.profile import ClusterProfile
@@ -60,16 +60,18 @@ def calibrate_job(config: CampaignConfig, folder: Path, profile: Path) -> Calibr
 
 
 def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
-    """What a step's record says to the cost model; stages of one kind that ran side by side count once."""
+    """What a step's record says to the cost model. Models of one stage that share GPUs follow one another."""
     plan = config.plan_at(record.step)
     sizes = {}
     for name in config.model_stages:
         stage = plan.stage(name)
         sizes[ModelStage(name)] = Sizes(tp=stage.tp, pp=stage.pp, dp=stage.num_gpus // (stage.tp * stage.pp))
+    in_turn = frozenset(stage for stage in Stage if _share_gpus(config, plan, stage))
     seconds: dict[Stage, float] = {}
     for work, took_s in record.stage_s.items():
         if (stage_of := STAGE_OF_WORK.get(work)) is not None:
-            seconds[stage_of] = max(seconds.get(stage_of, 0.0), took_s)
+            before_s = seconds.get(stage_of, 0.0)
+            seconds[stage_of] = before_s + took_s if stage_of in in_turn else max(before_s, took_s)
     return SeenStep(
         mean=record.length_mean,
         p95=record.length_p95,
@@ -78,4 +80,16 @@ def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
         sizes=sizes,
         stage_s=seconds,
         step_s=record.step_s,
+        in_turn=in_turn,
     )
+
+
+def _share_gpus(config: CampaignConfig, plan: PlanConfig, stage: Stage) -> bool:
+    """Whether two models of a stage have a GPU in common."""
+    used = [
+        gpu
+        for name in config.model_stages
+        if ModelStage(name).stage is stage
+        for gpu in plan.stage(name).gpu_ids
+    ]
+    return len(used) > len(set(used))

@@ -115,3 +115,29 @@ def test_half_of_the_steps_teach_the_time_of_the_others() -> None:
     assert set(steps[0].stage_s) == {Stage.GENERATION, Stage.TRAINING}
     with pytest.raises(ValueError, match="at least"):
         fit_steps(steps[:6], base=WORK, built_in=cluster, measured=cluster, gpu_kind="CPU")
+
+
+def test_models_that_share_gpus_follow_one_another() -> None:
+    """Two models of one stage in turn take the sum of what they take side by side."""
+    cluster = ClusterProfile.parse("1x4xCPU")
+    work = replace(
+        WORK, algorithm=Algorithm.PPO, models=ModelShapes(actor=SHAPE, critic=SHAPE.with_head("value"))
+    )
+    one = Sizes(tp=1, pp=1, dp=1)
+    sizes = {ModelStage.ACTOR_TRAINING: one, ModelStage.CRITIC_TRAINING: one}
+    apart = SeenStep(
+        mean=20, p95=40, maximum=60, prompt_tokens=4, sizes=sizes, stage_s={}, step_s=1.0
+    )  # fmt: skip
+    errors = []
+    for step in (apart, replace(apart, in_turn=frozenset({Stage.TRAINING}))):
+        each = [
+            stage_time(
+                name, 1, 1, 1, workload=step.workload(work), cluster=cluster, gpu_kind="CPU"
+            ).latency_s
+            for name in sizes
+        ]  # fmt: skip
+        took_s = sum(each) if step.in_turn else max(each)
+        seen = replace(step, step_s=took_s, stage_s={Stage.TRAINING: took_s})
+        fit = fit_steps([seen] * 8, base=work, built_in=cluster, measured=cluster, gpu_kind="CPU")
+        errors.append(fit.built_in_error)
+    assert errors == [pytest.approx(0, abs=1e-9)] * 2

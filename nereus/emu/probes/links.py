@@ -42,9 +42,8 @@ def probe_links(
     for number, ranks in enumerate(groups, 1):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.pt"
-            spawn(
-                _rank, args=(ranks, _free_port(), str(device.type), sizes, str(file), timeout_s), nprocs=ranks
-            )
+            arguments = (ranks, _free_port(), device.type, sizes, str(file), timeout_s)
+            spawn(_rank, args=arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
             for row in torch.load(file, weights_only=True):
                 for name, value in zip(columns, row, strict=True):
                     columns[name].append(float(value))
