@@ -25,5 +25,5 @@ def staleness(rollouts: Rollouts, version: int) -> dict[str, float]:
     return {
         "staleness/mean": float(behind.float().mean()),
         "staleness/max": float(behind.max()),
-        "staleness/versions": float(len(versions.unique())),
+        "staleness/versions": float(len(set(versions.tolist()))),
     }
