@@ -12,6 +12,7 @@ from nereus.data.prompt import Prompt
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.cluster import Call
 from nereus.tasks.dealing import run_dealt
+from nereus.tasks.feeding import run_fed
 from nereus.tasks.job import Job
 from nereus.tasks.segments import Growing
 from nereus.tasks.stages import GENERATION
@@ -22,7 +23,8 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
     """Responses to every prompt: `batch.samples` rows each, prompt after prompt; with ReMax the greedy
     answers follow, one a prompt.
 
-    Rows are dealt to the units in turn; each row's randomness is keyed by its own id, so the dealing has no
+    Units of the torch engine take rows as they have room (`feeding`), the rows first that were long before;
+    others get their rows in turn. Each row's randomness is keyed by its own id, so the dealing has no
     influence on what is sampled. Where the job has boundaries, one comes before every
     `asynchrony.segment_tokens` tokens, and what was drawn is kept in `job.done` for a try after a failure.
     """
@@ -33,18 +35,27 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
         sampling = sampling_of(job)
         if job.at_boundary is not None:
             return _in_segments(job, batch, sampling, job.at_boundary)
-        return _drawn(job, batch, sampling, job.state.policy_version)
+        order = job.lengths.longest_first(batch)
+        rollouts = _drawn(job, batch, sampling, job.state.policy_version, order)
+        job.lengths.add(batch, rollouts.batch.response_lens_b)
+        return rollouts
 
 
-def _drawn(job: Job, batch: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
-    parts, order = run_dealt(
+def _drawn(
+    job: Job, batch: PromptBatch, sampling: Sampling, version: int, order: Sequence[int] | None = None
+) -> Rollouts:
+    spec, order = job.stages[GENERATION], order or range(batch.num_rows)
+    if spec.engine == "torch":
+        slots = min(filter(None, (spec.resident_rows, job.config.sampling.max_rows)), default=None)
+        return run_fed(job, GENERATION, batch, order, sampling, version, slots=slots)
+    parts, way_back = run_dealt(
         job,
         GENERATION,
-        torch.arange(batch.num_rows),
+        torch.tensor(order),
         lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
         what="generate",
     )
-    rollouts: Rollouts = join_rows(parts, order)
+    rollouts: Rollouts = join_rows(parts, way_back)
     return rollouts
 
 

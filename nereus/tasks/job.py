@@ -33,6 +33,7 @@ from nereus.rewards.configured import configured_reward
 from nereus.rewards.function import RewardFunction
 from nereus.tasks.adapt import Adapter, seated_stages, start_adapter
 from nereus.tasks.device import device
+from nereus.tasks.length_history import LengthHistory
 from nereus.tasks.peer_places import Copies
 from nereus.tasks.prepare import Prepared
 from nereus.tasks.resume import checkpoints_folder, find_checkpoint, with_origin
@@ -114,6 +115,8 @@ class Job:
     """The step before which the planner decided last."""
     copies: Copies | None = None
     """The newest copies of the trained models in the memory of peers."""
+    lengths: LengthHistory = field(default_factory=LengthHistory)
+    """How long responses to each prompt were in this run."""
     at_boundary: Callable[[], int] | None = None
     """Lets other weights and units come in between two segments of responses; returns the version of the
     policy in generation from there on. None where responses are drawn whole."""
