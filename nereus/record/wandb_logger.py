@@ -46,4 +46,4 @@ class WandbLogger:
 
     def close(self) -> None:
         """See `Logger`."""
-        self._run.finish(quiet=True)
+        self._run.finish()

@@ -72,6 +72,7 @@ def test_evaluations_are_recorded_and_training_does_not_notice(make_config: Make
     assert "evaluate" not in read_records(measured.metrics)[0].stage_s
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_does_not_evaluate_the_same_state_twice_and_greedy_answers_repeat(
     make_config: Make,
 ) -> None:
