@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -36,10 +35,6 @@ from nereus.cli.replay_options import (
     StepSeconds,
     TraceWord,
 )
-
-if TYPE_CHECKING:
-    from nereus.planner.conditions import Lengths, SupplyEvent, Trace
-    from nereus.planner.request import PlanRequest
 
 
 def replay(
@@ -77,6 +72,7 @@ def replay(
     is needed.
     """
     from nereus.planner.contest import UNCONFIGURED, Contest, parse_policy
+    from nereus.planner.replay_words import TraceWords, read_trace
     from nereus.planner.transition_time import FixedCosts
     from nereus.planner.words import PlanWords, read_request
 
@@ -107,7 +103,19 @@ def replay(
             fix=tuple(fix or ()),
         )
     )
-    over = _trace(trace, request, mean_len, limit, steps, step_s, notice_s, slow_spells, seed)
+    over = read_trace(
+        TraceWords(
+            supply=trace,
+            mean_len=mean_len,
+            limit=limit,
+            steps=steps,
+            step_s=step_s,
+            notice_s=notice_s,
+            slow_spells=slow_spells,
+            seed=seed,
+        ),
+        most_nodes=request.cluster.pools[0].num_nodes,
+    )
     contest = Contest(
         request=request,
         trace=over,
@@ -141,55 +149,3 @@ def _show(
 
         draw_replay(runs, plot, title)
         typer.echo(f"wrote {plot}")
-
-
-def _trace(
-    word: str,
-    request: PlanRequest,
-    mean_len: str,
-    limit: str | None,
-    steps: int,
-    step_s: float,
-    notice_s: float,
-    slow: bool,
-    seed: int,
-) -> Trace:
-    from nereus.planner.conditions import trace_of
-    from nereus.planner.synthetic import slow_spells
-    from nereus.planner.words import tokens
-
-    most = request.cluster.pools[0].num_nodes
-    longest = None if limit is None else float(tokens("--limit", limit))
-    lengths = _lengths(mean_len, longest, steps, seed)
-    return trace_of(
-        Path(word).name,
-        _supply(word, most, len(lengths) * step_s, notice_s, seed),
-        lengths,
-        slow_spells(seed, len(lengths)) if slow else (),
-        step_s=step_s,
-        most_nodes=most,
-    )
-
-
-def _supply(word: str, most: int, duration_s: float, notice_s: float, seed: int) -> tuple[SupplyEvent, ...]:
-    from nereus.planner.synthetic import growing_supply, spot_supply, steady_supply
-    from nereus.planner.traces import read_supply
-
-    if word == "steady":
-        return steady_supply(most)
-    if word == "spot":
-        return spot_supply(seed, duration_s=duration_s, least=max(1, most // 2), most=most, notice_s=notice_s)
-    if word == "grow":
-        return growing_supply(max(1, most // 8), most, duration_s=duration_s, stages=6)
-    return read_supply(Path(word), notice_s=notice_s)
-
-
-def _lengths(text: str, limit: float | None, steps: int, seed: int) -> tuple[Lengths, ...]:
-    from nereus.planner.synthetic import growing_lengths
-    from nereus.planner.traces import read_lengths
-    from nereus.planner.words import tokens
-
-    if ".." in text and not text.endswith(".csv"):
-        start, end = (float(tokens("--mean-len", part)) for part in text.split("..", 1))
-        return growing_lengths(seed, steps, start=start, end=end, limit=limit)
-    return read_lengths(Path(text))[:steps]

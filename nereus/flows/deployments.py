@@ -25,6 +25,7 @@ from nereus.flows.calibrate import calibrate
 from nereus.flows.campaign import campaign
 from nereus.flows.events import POOL_CHANGED
 from nereus.flows.plan import plan
+from nereus.flows.replay import replay
 
 POOL = "nereus"
 HEARTBEAT_S = 30  # the shortest that Prefect allows
@@ -63,6 +64,11 @@ def common() -> tuple[Deployed, ...]:
             description="Post-train a language model. Fill in the form: models, prompts, reward, steps.",
         ),
         Deployed(flow=plan, name="plan", description="Find the fastest parallelism for a job. Needs no GPU."),
+        Deployed(
+            flow=replay,
+            name="replay",
+            description="Play a job over a trace, policy against policy. Needs no GPU.",
+        ),
         Deployed(
             flow=calibrate,
             name="calibrate",
