@@ -140,6 +140,12 @@ def choose_together(changes: Mapping[str, Change], free_bytes: Mapping[Rank, int
             for rank, free in free_bytes.items()
         }
         moves = choose_moves(whole, room)
+        if moves.mode == "shadow" and not all(
+            amount + sum(amounts.get(rank, 0) for amounts in others) <= free_bytes.get(rank, 1 << 60)
+            for rank, amount in shadow[name].items()
+        ):
+            # The plans by chain stage more than the one plan does.
+            moves = Moves(mode="bounded", plans=stages_of(whole))
         if moves.mode == "bounded":
             out[name], least[name] = moves, tight[name]
         else:

@@ -80,11 +80,11 @@ def test_a_move_that_fits_in_no_mode_is_not_made(make_config: Make) -> None:
 def test_a_worker_that_dies_in_a_bounded_move_costs_no_sample(make_config: Make) -> None:
     change = {
         "before_step": 1,
-        "plan": {"actor_training": {"tp": 2, "gpus": [0, 1, 2, 4]}, "actor_generation": GENERATION},
+        "plan": {"actor_training": {"tp": 2, "dp": 2, "gpus": [0, 1, 2, 4]}, "actor_generation": GENERATION},
     }
     still = make_config(name="still", cluster=CLUSTER, **_parts([0, 1, 2, 3]))
     config = make_config(
-        name="struck", changes=[change], cluster=CLUSTER | {"gpu_memory_gb": 2.35e-4}, **_parts([0, 1, 2, 3])
+        name="struck", changes=[change], cluster=CLUSTER | {"gpu_memory_gb": 2.3e-4}, **_parts([0, 1, 2, 3])
     )
     victims = [4]
     with open_job(prepare_campaign(config), resume=False) as job:
