@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    decode.Draw = PlannedDraw  # type: ignore[misc]
+    setattr(decode, "Draw", PlannedDraw)  # noqa: B010  # the class that the loop makes
     generators = [make_generator() for _ in range(options.units)]
     found: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
@@ -169,7 +169,9 @@ def dealt(units: Units, prompts: PromptBatch, sampling: Sampling, slots: int | N
     return join_rows(parts, torch.argsort(torch.cat(rows)))
 
 
-def fed(units: Units, prompts: PromptBatch, sampling: Sampling, order: Sequence[int], slots: int) -> Rollouts:
+def fed(
+    units: Units, prompts: PromptBatch, sampling: Sampling, order: Sequence[int], slots: int | None
+) -> Rollouts:
     """Rows as there is room: always the unit goes on whose clock is first, as it would report first."""
     pool = Pool(order, len(units.generators), slots)
     parts: list[Rollouts] = []
@@ -199,7 +201,7 @@ def watched_cache(units: Units) -> Iterator[None]:
         units.cache_bytes = max(units.cache_bytes, 2 * forward.cache.keys_lbkcd.nbytes)
         return step(forward, tokens_b)
 
-    DecodeForward.step = watched  # type: ignore[method-assign]
+    DecodeForward.step = watched  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

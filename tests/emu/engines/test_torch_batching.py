@@ -26,7 +26,7 @@ from tests.emu.engines.torch_cases import ADAM, LLAMA, QWEN2, SMALL, Case, Pool,
 from tests.emu.engines.transformers_twin import frozen_twin
 
 # float32 gradients of order 1, summed in another order
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+RTOL, ATOL = 1e-4, 2e-5
 LOSS = TokenLoss(temperature=0.9, entropy=0.01)
 UNCLIPPED = replace(ADAM, max_gradient_norm=None)
 
@@ -79,7 +79,7 @@ def test_micro_batches_by_tokens_give_the_gradient_of_rows_one_by_one(
     (parts,) = dealt(batch, 1, Limit(rows=1, tokens=tokens, pads=pads))
     again, same = gradient(QWEN2, parts, counts)
     assert again == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(same, grad, **TOLERANCE)
+    torch.testing.assert_close(same, grad, rtol=RTOL, atol=ATOL)
 
 
 @settings(max_examples=8, deadline=None)
@@ -102,7 +102,7 @@ def test_packing_and_padding_do_not_change_the_gradient(
             for part in (batch, wide):
                 again, same = gradient(SMALL, [part], counts)
                 assert again == pytest.approx(loss, rel=1e-5, abs=1e-6)
-                torch.testing.assert_close(same, grad, **TOLERANCE)
+                torch.testing.assert_close(same, grad, rtol=RTOL, atol=ATOL)
 
 
 def test_scores_are_those_of_transformers_whichever_side_it_pads() -> None:
@@ -147,7 +147,7 @@ def test_units_and_layouts_give_the_gradient_of_one_rank(pool: Pool, tp: int, pp
     found = cases.assemble(QWEN2, [one.grads for one in trained])
     assert all(one.metrics[0].loss == pytest.approx(loss, rel=1e-5) for one in trained)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, **TOLERANCE, msg=name)
+        torch.testing.assert_close(found[name], tensor, rtol=RTOL, atol=ATOL, msg=name)
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=20))
