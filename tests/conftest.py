@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let two processes share the suite (`pytest -n 2 --dist loadgroup`): files stay whole. The flow tests,
     which share one Prefect server and one Ray, stay together and begin first, for they take longest.
