@@ -253,11 +253,12 @@ def decoder_spec(
     vocab_multiple: int = 1,
     qkv_order: Literal["blocks", "per_kv_group"] = "blocks",
 ) -> ModelSpec:
-    """The logical tensors of the decoder and how an engine stores them; the default is the torch engine's way.
+    """The logical tensors of the decoder and how an engine stores them; the default is the torch engine's
+    way.
 
-    q, k, v (and their biases) are stored fused in `qkv_order`, gate and up in blocks; the vocabulary is padded
-    up to a multiple of `vocab_multiple * tp` rows. With a value head there is no `lm_head` and nothing is
-    tied.
+    q, k, v (and their biases) are stored fused in `qkv_order`, gate and up in blocks; the vocabulary is
+    padded up to a multiple of `vocab_multiple * tp` rows. With a value head there is no `lm_head` and
+    nothing is tied.
     """
     h, d, kv = config.hidden_size, config.head_dim, config.num_kv_heads
     group = config.num_heads // kv

@@ -29,8 +29,9 @@ NETWORK = Link(bytes_per_s=45e9, latency_s=2e-5)
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """`nodes[i]` are the ranks of node i. `node_network_bytes_per_s` caps what one node exchanges with others
-    in each direction, None where every rank has its own adapter. With `node_reads` the ranks of a node read one
-    another's memory (CPU workers): a copy then costs its receiver alone, and relays within a node only delay.
+    in each direction, None where every rank has its own adapter. With `node_reads` the ranks of a node read
+    one another's memory (CPU workers): a copy then costs its receiver alone, and relays within a node only
+    delay.
     """
 
     nodes: tuple[tuple[Rank, ...], ...]

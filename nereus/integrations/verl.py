@@ -256,7 +256,7 @@ def _algorithm(settings: Mapping[str, Any], tree: Tree, entries: list[Entry]) ->
 
 
 def _drop_foreign_keys(part: Tree, entries: list[Entry]) -> None:
-    """verl has one set of keys for all algorithms; those that the chosen one does not use do nothing there."""
+    """verl has one set of keys for all algorithms; those that the chosen one lacks do nothing there."""
     from nereus.config.keys import known_keys
 
     own = {key.path[1] for key in known_keys() if key.path[0] == "algorithm" and key.kind == part["kind"]}

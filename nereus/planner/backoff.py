@@ -1,6 +1,7 @@
 """After an aborted transition: how long the same plan is not tried again.
 
-abort ─▶ 1 boundary left out ─▶ abort ─▶ 2 left out ─▶ abort ─▶ 4 ...     a changed pool, or another plan: at once
+abort ─▶ 1 boundary left out ─▶ abort ─▶ 2 left out ─▶ abort ─▶ 4 ...     a changed pool, or another plan:
+at once
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ def device(config: CampaignConfig) -> str:
 
 
 def kind_of_device(kind: str) -> str:
-    """The planner's name of the GPUs here: `CPU` on a CPU. Raises ConfigError for one that it does not know."""
+    """The planner's name of the GPUs here: `CPU` on a CPU. Raises ConfigError for one that it does not
+    know.
+    """
     if kind == "cpu":
         return "CPU"
     name = torch.cuda.get_device_name()

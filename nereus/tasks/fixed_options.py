@@ -58,6 +58,6 @@ def layouts_of(stages: Mapping[str, StageSpec]) -> Sizes:
     """(tp, pp, dp) as the planner asks for them; the critic scores under the layout that it trains with."""
     out = [(ModelStage(name), s.units[0].tp, s.units[0].pp, len(s.units)) for name, s in stages.items()]
     if CRITIC in stages:
-        _, *size = next(item for item in out if item[0] is ModelStage.CRITIC_TRAINING)
-        out.append((ModelStage.CRITIC_INFERENCE, *size))
+        _, tp, pp, dp = next(item for item in out if item[0] is ModelStage.CRITIC_TRAINING)
+        out.append((ModelStage.CRITIC_INFERENCE, tp, pp, dp))
     return tuple(out)

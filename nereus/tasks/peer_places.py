@@ -49,7 +49,8 @@ def model_of(model_stage: str) -> str:
 
 
 def copy_units(spec: StageSpec, places: Sequence[Place]) -> tuple[Unit, ...]:
-    """Two copies of a trained model-stage, as units; none where all places are on the nodes of its first unit.
+    """Two copies of a trained model-stage, as units; none where all places are on the nodes of its first
+    unit.
 
     The first lies where the first unit does, so that it costs no transfer; the second on as few other nodes
     as can be, in the same layout if there is room for it, else in the largest smaller one.

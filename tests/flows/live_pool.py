@@ -95,6 +95,7 @@ class Events:
 
     job: Job
     nodes: Nodes | None
+    used_since: int | None = None
     struck_step: int | None = None
     drained_at_s: float | None = None
     left_at_s: float | None = None
@@ -105,7 +106,10 @@ class Events:
             return
         if self.drained_at_s is not None and self.left_at_s is None and not self._uses("b"):
             self.left_at_s, self.left_step = time.time(), step
-        if self.struck_step is None and step >= EARLIEST_KILL and self._uses("c"):
+        if self.struck_step is not None or not self._uses("c"):
+            return
+        self.used_since = step if self.used_since is None else self.used_since
+        if step > max(self.used_since, EARLIEST_KILL):  # a step on all GPUs is on record
             self.struck_step = step
             threading.Timer(0.1, self.nodes.kill, ("c", self._pids("c"))).start()
 

@@ -1,4 +1,6 @@
-"""A PPO campaign that trains by Megatron and moves while it runs goes as one that trains by the torch engine."""
+"""A PPO campaign that trains by Megatron and moves while it runs goes as one that trains by the torch
+engine.
+"""
 
 from __future__ import annotations
 

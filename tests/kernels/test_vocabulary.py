@@ -1,4 +1,4 @@
-"""Log-probability, entropy and their gradients by parts of the vocabulary: Triton form, twin, and autograd."""
+"""Log-probability, entropy and their gradients by parts of the vocabulary: kernel, twin, and autograd."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ def aborts(num: int, *, longest: int = 8) -> list[BackOff]:
 
 def test_one_two_four_boundaries_are_left_out_up_to_the_longest_wait() -> None:
     tried = [0, *(each.retry_step for each in aborts(6))]
-    assert [later - sooner - 1 for sooner, later in zip(tried, tried[1:], strict=False)] == [1, 2, 4, 8, 8, 8]
+    assert [later - sooner - 1 for sooner, later in pairwise(tried)] == [1, 2, 4, 8, 8, 8]
 
 
 def test_without_a_wait_the_next_boundary_tries_again() -> None:

@@ -32,9 +32,7 @@ def _spec(tp: int, pp: int) -> StageSpec:
         name="actor.training", role="training", model=MODEL, units=(), origin=FromFolder(folder=Path("model"))
     )
     unit = Layout.make(plain.tensors, tp=tp, pp=pp, ranks=tuple(range(tp * pp)))
-    return StageSpec(
-        name=plain.name, role=plain.role, model=MODEL, units=(unit,), origin=plain.origin
-    )
+    return StageSpec(name=plain.name, role=plain.role, model=MODEL, units=(unit,), origin=plain.origin)
 
 
 @given(
