@@ -30,7 +30,7 @@ demo: $(VENV)/.run examples/count/model/recipe.json ## train a small model to co
 
 test: $(VENV)/.dev ## run the tests (under 5 minutes on 2 cores)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+	@$(BIN)/python -m pytest -n 2 \
 	  || { echo "==> tests failed. Remedy: $(BIN)/python -m pytest --last-failed -x; then $(BIN)/nereus doctor"; exit 1; }
 
 test-slow: $(VENV)/.dev ## run the long tests too (real processes at length)

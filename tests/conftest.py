@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,27 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+FLOWS = "tests/flows/"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let two processes share the suite (`pytest -n 2 --dist loadgroup`): files stay whole. The flow tests,
-    which share one Prefect server and one Ray, stay together and begin first, for they take longest.
+    """The flow tests begin first: they take longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FLOWS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let processes share the suite (`pytest -n 2`) by file; the flow tests, which share one Prefect server
+    and one Ray, stay together.
     """
-    flows = ROOT / "tests" / "flows"
-    items.sort(key=lambda item: not item.path.is_relative_to(flows))
-    for item in items:
-        together = flows if item.path.is_relative_to(flows) else item.path
-        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(ROOT))))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return FLOWS if nodeid.startswith(FLOWS) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def find_shared_data() -> Path | None:
