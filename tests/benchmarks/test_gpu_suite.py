@@ -36,6 +36,7 @@ def test_without_a_gpu_it_says_so_and_exits_2() -> None:
     assert "--interpret" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: pip install triton")
 def test_every_section_runs_on_tiny_shapes(tmp_path: Path) -> None:
     ended = run("--interpret", "--json", str(tmp_path / "suite.json"))

@@ -23,8 +23,11 @@ TWO_UPDATES = {"prompts": 4, "samples": 4, "mini_batches": 2, "micro_batch_rows"
     "algorithm",
     [
         {"kind": "rloo", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.01}},
-        {"kind": "reinforce_pp", "kl": {"where": "reward", "estimator": "k2", "coefficient": 0.01}},
-        {"kind": "gspo"},
+        pytest.param(
+            {"kind": "reinforce_pp", "kl": {"where": "reward", "estimator": "k2", "coefficient": 0.01}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"kind": "gspo"}, marks=pytest.mark.slow),
         pytest.param({"kind": "reinforce_pp", "group_baseline": True}, marks=pytest.mark.slow),
         pytest.param({"kind": "cispo", "entropy": 0.01}, marks=pytest.mark.slow),
         pytest.param(
@@ -76,6 +79,7 @@ def dapo(make_config: Make, function: str, **parts: object) -> CampaignConfig:
     return make_config(**(base | parts))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_prompts_of_dapos_draws_and_the_kl_weight_of_one_that_never_stopped(
     make_config: Make, picky: str
 ) -> None:
@@ -110,10 +114,12 @@ def test_a_resumed_run_has_the_prompts_of_dapos_draws_and_the_kl_weight_of_one_t
     assert [r.response_tokens for r in one] == [r.response_tokens for r in other]
     names = ("filter/batches", "filter/groups_kept", "overlong_penalty", "kl_beta", "kl_reference")
     for name in (*names, "loss/actor", "gradient_norm/actor"):
-        # One layout and one order of sums: bit for bit.
-        assert [r.stats[name] for r in one] == [r.stats[name] for r in other], name
+        # The same tokens; but rows are batched by the lengths seen, which a resumed run has yet to see.
+        expected = pytest.approx([r.stats[name] for r in one], rel=1e-4, abs=1e-7)
+        assert [r.stats[name] for r in other] == expected, name
 
 
+@pytest.mark.slow
 def test_dapo_ends_with_a_reason_when_no_group_teaches(make_config: Make, tmp_path: Path) -> None:
     flat = tmp_path / "flat.py"
     flat.write_text("def reward(response):\n    return 1.0\n")
@@ -121,6 +127,7 @@ def test_dapo_ends_with_a_reason_when_no_group_teaches(make_config: Make, tmp_pa
         campaign(dapo(make_config, f"{flat}:reward", steps=2))
 
 
+@pytest.mark.slow
 def test_a_correction_scores_once_more_and_weighs_the_engines_samples(make_config: Make) -> None:
     correction = {"weight": "token", "high": 2.0, "rejection": {"low": 0.5, "high": 2.0}}
     result = campaign(

@@ -66,6 +66,7 @@ def test_staleness_0_is_the_synchronous_campaign_bit_for_bit(make_config: Make) 
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_one_step_off_takes_every_sample_once_under_the_version_before(make_config: Make) -> None:
     turns = read_records(campaign(make_config(name="turns", **APART)).metrics)
     ahead = read_records(campaign(make_config(name="ahead", asynchrony=ONE_OFF, **APART)).metrics)
@@ -92,6 +93,7 @@ def test_a_step_learns_while_the_next_one_is_drawn(make_config: Make) -> None:
         assert begins < events.index((step, "learn actor.training", False))
 
 
+@pytest.mark.slow
 def test_responses_drawn_in_segments_go_on_across_weight_syncs(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +133,7 @@ def test_whole_responses_are_never_older_than_the_bound(make_config: Make) -> No
 @pytest.mark.parametrize(
     ("victim", "stage", "asynchrony"),
     [
-        (3, "generate", {"staleness": 1}),
+        pytest.param(3, "generate", {"staleness": 1}, marks=pytest.mark.slow),
         pytest.param(3, "learn actor.training", {"staleness": 1}, marks=pytest.mark.slow),
         pytest.param(0, "learn actor.training", {"staleness": 1}, marks=pytest.mark.slow),
         pytest.param(3, "generate", {"staleness": 2, "segment_tokens": 2}, marks=pytest.mark.slow),
@@ -180,6 +182,7 @@ def test_a_resumed_run_takes_every_sample_once(make_config: Make) -> None:
     assert parted[3].version == 3  # drawn anew by the policy of the checkpoint
 
 
+@pytest.mark.slow
 def test_an_error_in_generation_ends_the_campaign_with_that_error(make_config: Make) -> None:
     with open_job(prepare_campaign(make_config(asynchrony=ONE_OFF, **APART)), resume=False) as job:
 
@@ -193,6 +196,7 @@ def test_an_error_in_generation_ends_the_campaign_with_that_error(make_config: M
         assert job.state.step == 2
 
 
+@pytest.mark.slow
 def test_a_training_error_ends_generation_too(make_config: Make) -> None:
     with open_job(prepare_campaign(make_config(asynchrony=ONE_OFF, **APART)), resume=False) as job:
 

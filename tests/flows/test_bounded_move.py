@@ -44,6 +44,7 @@ def _equal(ours: list[StepRecord], theirs: list[StepRecord]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_where_every_unit_changes_one_replica_waits_for_a_second_transition(make_config: Make) -> None:
     """A training rank holds 0.13 MB, then 0.26 MB; both at once, with what is on the way, take 0.53 MB."""
     change = {"before_step": 1, "plan": {"actor_training": {"dp": 4}, "actor_generation": GENERATION}}

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
 
 
+@pytest.mark.slow
 def test_rows_fed_as_there_is_room_and_batched_by_tokens_teach_the_same(make_config: Make) -> None:
     two_units = {"actor_training": {"dp": 2}, "actor_generation": {"tp": 1, "dp": 2}}
     plain = campaign(make_config(name="plain", tracking="step"))

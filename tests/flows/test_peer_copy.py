@@ -46,6 +46,7 @@ def _struck(config: CampaignConfig) -> tuple[list[StepRecord], list[EmergencyRec
     return read_records(job.log.path), read_emergencies(config.run_folder)
 
 
+@pytest.mark.slow
 def test_the_last_replica_comes_back_from_a_peer_with_fewer_steps_redone_than_from_disk(
     make_config: Make,
 ) -> None:

@@ -33,7 +33,7 @@ CHANGE = {"before_step": 1, "plan": {"actor_training": {"tp": 1, "dp": 4}, "acto
 @pytest.mark.parametrize(
     ("stage", "step", "outcomes"),
     [
-        ("move", 1, ["abort", "commit"]),
+        pytest.param("move", 1, ["abort", "commit"], marks=pytest.mark.slow),
         pytest.param("rebuild", 1, ["commit", "commit"], marks=pytest.mark.slow),
         pytest.param("checkpoint", 2, ["commit", "commit"], marks=pytest.mark.slow),
     ],
