@@ -84,9 +84,10 @@ def next_grants(
         return kept if giver is None else _moved(kept, giver, -giver.give, now_s)
     fitting = [bid for bid in takers if bid.take <= free]
     if fitting:
-        taker = max(fitting, key=lambda bid: (bid.gain, bid.name))
+        # By its whole worth, as the giver was asked to make room: else who gave might take it back.
+        taker = max(fitting, key=lambda bid: (bid.gain * bid.take, bid.name))
         return _moved(kept, taker, taker.take, now_s)
-    for taker in sorted(takers, key=lambda bid: (-bid.gain, bid.name)):
+    for taker in sorted(takers, key=lambda bid: (-bid.gain * bid.take, bid.name)):
         others = [bid for bid in givers if bid.name != taker.name and bid.give + free >= taker.take]
         giver = min(others, key=lambda bid: (bid.loss * bid.give, bid.name), default=None)
         if giver is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_requests import request
 
 from nereus.config.adaptation import PaybackPolicy, Thresholds
 from nereus.errors import Infeasible
@@ -24,6 +23,7 @@ from nereus.planner.signals import Gpu, Signals, Switch
 from nereus.planner.transition_time import FixedCosts, state_bytes, transition_cost
 from nereus.planner.triggers import Cause
 from nereus.planner.workload import Algorithm
+from tests.planner.plan_requests import request
 
 JOB = request("2x8xH100", batch=512, algorithm=Algorithm.GRPO)
 COSTS = FixedCosts(transition_s=1.0, restart_s=300.0)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_requests import request
 
 from nereus.errors import ConfigError
 from nereus.planner.candidate_set import CandidateSet, candidate_sets, effective
@@ -19,6 +18,7 @@ from nereus.planner.models import model_shape
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import Option
 from nereus.planner.workload import Algorithm, ModelShapes, ModelStage, Recompute
+from tests.planner.plan_requests import request
 
 
 def of(sets: tuple[CandidateSet, ...], model_stage: ModelStage) -> CandidateSet:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_requests import request
 
 from nereus.errors import Infeasible
 from nereus.planner.choose import Priced, best_of, best_plan
@@ -17,6 +16,7 @@ from nereus.planner.remedy import remedies, require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.sweep import layouts_of, sweep, with_response_length
 from nereus.planner.workload import Algorithm, ModelStage
+from tests.planner.plan_requests import request
 
 ACTOR = (ModelStage.ACTOR_GENERATION, ModelStage.ACTOR_TRAINING)
 

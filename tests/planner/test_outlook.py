@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_requests import request
 
 from nereus.planner.choose import Priced, best_of
 from nereus.planner.held import best, priced
 from nereus.planner.outlook import HOLDERS, NOW, Outlook, expected_s, exposure, rated, replicated
 from nereus.planner.signals import SignalHistory
 from nereus.planner.workload import Algorithm
+from tests.planner.plan_requests import request
 
 JOB = request("3x8xH100", batch=512, algorithm=Algorithm.GRPO)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_requests import request
 
 from nereus.errors import InvalidLayout
 from nereus.planner.choose import best_plan
@@ -17,6 +16,7 @@ from nereus.planner.ranks import Block, PoolSize, place
 from nereus.planner.remedy import remedies
 from nereus.planner.request import Placement, Turns
 from nereus.planner.workload import Schedule, Stage
+from tests.planner.plan_requests import request
 
 NODE = 8
 SIZES = st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 6))

@@ -7,12 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from random_problems import random_problem
 
 from nereus.planner.oracle import SolverName, ask
 from nereus.planner.problem import Problem, evaluate
 from nereus.planner.search import Selection, solve
 from nereus.planner.tidy import tidy
+from tests.planner.random_problems import random_problem
 
 # The solvers' own feasibility tolerances are 1e-6 of a row's scale; latencies are whole microseconds.
 TOLERANCE_S = 1e-5

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from plan_requests import request
 
 from nereus.planner.candidate_set import candidate_sets, problem_of
 from nereus.planner.layouts import Space
@@ -15,6 +14,7 @@ from nereus.planner.models import model_shape
 from nereus.planner.oracle import SolverName, ask, whole_numbers
 from nereus.planner.problem import Problem, evaluate
 from nereus.planner.search import solve
+from tests.planner.plan_requests import request
 
 
 def instance(num_gpus: int, space: Space, batch: int) -> Problem:

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from plan_requests import request
 
 from nereus.errors import ConfigError
 from nereus.planner.conditions import Speed, SupplyEvent, Trace, trace_of
@@ -21,6 +20,7 @@ from nereus.planner.synthetic import (
 )
 from nereus.planner.transition_time import FixedCosts
 from nereus.planner.workload import Algorithm
+from tests.planner.plan_requests import request
 
 JOB = request("2x8xH100", batch=512, algorithm=Algorithm.GRPO)
 COSTS = FixedCosts(transition_s=1.0, restart_s=300.0)
