@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
+from nereus.emu.arena import Arena, ShardState
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.deepspeed.process import DeepSpeedProcess, initialize
@@ -29,18 +29,17 @@ from nereus.emu.engines.deepspeed.step import StepOptimizer
 from nereus.emu.engines.deepspeed.trunk import Binding, make_trunk
 from nereus.emu.engines.limits import check_layout
 from nereus.emu.engines.megatron.rows import Rows
-from nereus.emu.engines.torch.accumulate import on_device
+from nereus.emu.engines.torch.accumulate import add_sums, on_device
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import head_scores
 from nereus.emu.engines.torch.model import embed
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
-from nereus.emu.engines.torch.score import by_length, present
-from nereus.emu.engines.torch.slices import Slices
-from nereus.emu.engines.torch.step import ArenaStep
+from nereus.emu.engines.torch.score import by_length, present, told
+from nereus.emu.engines.torch.shard_arenas import ShardArenas
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
-from nereus.emu.layout import Layout, shard
+from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.unit_groups import UnitGroups
 
@@ -80,28 +79,29 @@ class DeepSpeedTrainer:
         state: ShardState | None = None,
     ) -> None:
         check_layout("deepspeed", config, layout)
-        spec = decoder_spec(config)
-        mine = shard(spec, layout, groups.rank)
-        dtype = TORCH_DTYPE[config.dtype]
-        kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
         self._config, self._groups, self._device = config, groups, torch.device(device)
-        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
-        omega = mine if slices is None else slices.own
-        self._state = ShardState.empty(mine, kinds, self._device, omega) if state is None else state
-        assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
-        assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
-        self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
+        arenas = ShardArenas.of(
+            config,
+            decoder_spec(config),
+            layout,
+            groups,
+            optimizer=optimizer,
+            device=self._device,
+            zero1=zero1,
+            state=state,
+        )
+        self._state, self._grad = arenas.state, arenas.grad
+        self._step: StepOptimizer | None = None
         theta = self._state["theta"]
-        self._step, step = None, None
-        if self._grad is not None and optimizer is not None:
-            step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
         self._process = DeepSpeedProcess(groups, self._device, TIMEOUT)
         with self._process.entered():
             views = covered(theta) if self._grad is None else leaves(theta, self._grad)
-            self._ends = replace(stage_weights(config, mine, views, self._process.tp_group()), layers=())
+            self._ends = replace(
+                stage_weights(config, theta.shard, views, self._process.tp_group()), layers=()
+            )
             trunk = make_trunk(config, self._device, recompute=recompute)
-            if step is not None:
-                self._step = StepOptimizer(list(trunk.parameters()), step, self._process)
+            if arenas.step is not None:
+                self._step = StepOptimizer(list(trunk.parameters()), arenas.step, self._process)
             self._engine = initialize(trunk, self._step, settings(layout))
             if layout.tp > 1:
                 self._engine.first_dataloader_check.remove()  # a unit's ranks are given the same rows
@@ -145,9 +145,7 @@ class DeepSpeedTrainer:
         kbt = self._forward(
             batch, (micro_batch_rows, micro_batch_tokens), temperature=temperature, entropy=entropy
         )
-        if self._config.head == "value":
-            return Scores(values_bt=kbt[0])
-        return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
+        return told(kbt, self._config.head, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
@@ -189,8 +187,7 @@ class DeepSpeedTrainer:
             packed = pack(batch.batch).to(self._device)
             scores = self._scores(packed, temperature=loss.temperature, entropy=loss.needs_entropy)
             share, parts = loss(scores, on_device(self._device, batch), counts)
-            for name, value in ({"loss": share} | parts).items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            add_sums(sums, {"loss": share} | parts)
             self._engine.backward(share)
         return sums
 

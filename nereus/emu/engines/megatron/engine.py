@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
+from nereus.emu.arena import Arena, ShardState
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.engines.limits import check_layout
@@ -33,16 +33,15 @@ from nereus.emu.engines.megatron.process import MegatronProcess
 from nereus.emu.engines.megatron.rows import Rows
 from nereus.emu.engines.megatron.schedule import Schedule
 from nereus.emu.engines.protocol import TORN
-from nereus.emu.engines.torch.accumulate import on_device
+from nereus.emu.engines.torch.accumulate import add_sums, on_device
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import head_scores
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
-from nereus.emu.engines.torch.score import by_length, present
-from nereus.emu.engines.torch.slices import Slices
-from nereus.emu.engines.torch.step import ArenaStep
-from nereus.emu.layout import Layout, shard
+from nereus.emu.engines.torch.score import by_length, present, told
+from nereus.emu.engines.torch.shard_arenas import ShardArenas
+from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit_groups import UnitGroups
@@ -69,21 +68,20 @@ class MegatronEngine:
         state: ShardState | None = None,
     ) -> None:
         check_layout("megatron", config, layout)
-        mine = shard(spec, layout, groups.rank)
-        dtype = TORCH_DTYPE[config.dtype]
-        kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
         self._config, self._groups, self._device = config, groups, torch.device(device)
-        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
-        omega = mine if slices is None else slices.own
-        self._state = ShardState.empty(mine, kinds, self._device, omega) if state is None else state
-        assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
-        assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
-        self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
-        self._step = None
-        if self._grad is not None and optimizer is not None:
-            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
-        heads = [piece for piece in mine.pieces if piece.physical == head_name(config)]
+        arenas = ShardArenas.of(
+            config,
+            spec,
+            layout,
+            groups,
+            optimizer=optimizer,
+            device=self._device,
+            zero1=zero1,
+            state=state,
+        )
+        self._state, self._grad, self._step = arenas.state, arenas.grad, arenas.step
+        heads = [piece for piece in self._state.shard.pieces if piece.physical == head_name(config)]
         self._vocab = heads[0].box[0] if heads else (0, 0)
         self._process = MegatronProcess(self._device)
         ours = collection(groups)
@@ -116,9 +114,7 @@ class MegatronEngine:
         kbt = self._forward(
             batch, (micro_batch_rows, micro_batch_tokens), temperature=temperature, entropy=entropy
         )
-        if self._config.head == "value":
-            return Scores(values_bt=kbt[0])
-        return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
+        return told(kbt, self._config.head, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
@@ -165,8 +161,7 @@ class MegatronEngine:
                 entropy=loss.needs_entropy,
             )
             share, parts = loss(scores, on_device(self._device, trimmed[number]), counts)
-            for name, value in ({"loss": share} | parts).items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            add_sums(sums, {"loss": share} | parts)
             return share
 
         with self._process.entered():

@@ -5,7 +5,7 @@ Gradients add up in the arena behind the leaves; losses are shares of the global
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,8 +42,7 @@ def accumulate(
             stage, packed[number], x_mh, temperature=loss.temperature, entropy=loss.needs_entropy
         )
         share, parts = loss(scores, on_device(device, trimmed[number]), counts)
-        for name, value in ({"loss": share} | parts).items():
-            sums[name] = sums.get(name, 0.0) + value.detach().double()
+        add_sums(sums, {"loss": share} | parts)
         return share
 
     if groups.pp is not None:
@@ -55,6 +54,12 @@ def accumulate(
     for number, one in enumerate(packed):
         torch.autograd.backward(loss_of(number, through_stage(stage, one, None)))
     return sums
+
+
+def add_sums(sums: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Add what one micro-batch's loss reports to the unit's sums, in float64."""
+    for name, value in parts.items():
+        sums[name] = sums.get(name, 0.0) + value.detach().double()
 
 
 def total_sums(sums: dict[str, Tensor], groups: UnitGroups, device: torch.device) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState, training_kinds
+from nereus.emu.arena import Arena, ShardState
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.protocol import TORN
@@ -24,11 +24,10 @@ from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.rope import RopeTable
-from nereus.emu.engines.torch.score import score
-from nereus.emu.engines.torch.slices import Slices
-from nereus.emu.engines.torch.step import ArenaStep
+from nereus.emu.engines.torch.score import score, told
+from nereus.emu.engines.torch.shard_arenas import ShardArenas
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
-from nereus.emu.layout import Layout, shard
+from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.unit_groups import UnitGroups
 
@@ -53,30 +52,27 @@ class TorchEngine:
         state: ShardState | None = None,
         zero1: bool = False,
     ) -> None:
-        spec = decoder_spec(config)
-        mine = shard(spec, layout, groups.rank)
-        dtype = TORCH_DTYPE[config.dtype]
-        kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
         self._config, self._groups = config, groups
         self._device = torch.device(device)
-        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
-        omega = mine if slices is None else slices.own
-        self._state = ShardState.empty(mine, kinds, self._device, omega) if state is None else state
-        assert self._state.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
-        assert all(self._state[kind].shard == omega for kind in kinds if kind != "theta"), "not its slice"
-        assert kinds.keys() <= self._state.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
-        self._grad = None if optimizer is None else Arena(mine, torch.float32, self._device)
+        arenas = ShardArenas.of(
+            config,
+            decoder_spec(config),
+            layout,
+            groups,
+            optimizer=optimizer,
+            device=self._device,
+            zero1=zero1,
+            state=state,
+        )
+        self._state, self._grad, self._step = arenas.state, arenas.grad, arenas.step
         theta = self._state["theta"]
         views = covered(theta) if self._grad is None else leaves(theta, self._grad)
         self._stage = Stage(
-            weights=stage_weights(config, mine, views, groups.tp),
-            table=RopeTable(config.rope, config.head_dim, dtype, self._device),
+            weights=stage_weights(config, theta.shard, views, groups.tp),
+            table=RopeTable(config.rope, config.head_dim, theta.dtype, self._device),
             recompute=recompute,
         )
-        self._step = None
-        if self._grad is not None and optimizer is not None:
-            self._step = ArenaStep.of(self._state, self._grad, spec, layout, groups, optimizer, slices)
 
     @property
     def state(self) -> ShardState:
@@ -116,9 +112,7 @@ class TorchEngine:
             temperature=temperature,
             entropy=entropy,
         )
-        if self._config.head == "value":
-            return Scores(values_bt=kbt[0])
-        return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
+        return told(kbt, self._config.head, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None

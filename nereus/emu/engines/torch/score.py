@@ -17,9 +17,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nereus.emu.batch import Scores, TokenBatch
+from nereus.emu.decoder import Head
 from nereus.emu.engines.torch.forward import Stage, scores_of, through_stage
 from nereus.emu.engines.torch.packing import pack
 from nereus.emu.unit_groups import UnitGroups
+
+
+def told(kbt: Tensor, head: Head, *, entropy: bool) -> Scores:
+    """What `score` returns, by name: values for a value head, else log-probabilities and entropy if asked."""
+    if head == "value":
+        return Scores(values_bt=kbt[0])
+    return Scores(logprobs_bt=kbt[0], entropy_bt=kbt[1] if entropy else None)
 
 
 def score(
