@@ -275,7 +275,12 @@ class _Run:
     def _at(self, region: Region, kind: str) -> Tensor:
         state = self.old if region.side == "old" else self.new
         assert state is not None, f"the plan names a region of a shard that is absent: {region}"
-        return state.arenas[kind].views[region.physical][tuple(slice(lo, hi) for lo, hi in region.stored)]
+        view = state.arenas[kind].views[region.physical]
+        shape = view.shape
+        for dim, (lo, hi) in enumerate(region.stored):
+            if hi - lo != shape[dim]:  # most are whole, and slicing costs as much as a small copy
+                view = view.narrow(dim, lo, hi - lo)
+        return view
 
     def _note_state(self) -> None:
         states = {id(state): state for state in (self.old, self.new) if state is not None}

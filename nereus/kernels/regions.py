@@ -26,9 +26,10 @@ def copy_regions(pairs: Pairs) -> None:
 
     On a GPU one launch for each pair of dtypes. Views with strided columns go one by one.
     """
-    if not pairs or not runs_triton(pairs[0][0]):
-        for source, target in pairs:
-            target.copy_(source)
+    if not pairs:
+        return
+    if not runs_triton(pairs[0][0]):
+        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
         return
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = {}
     for source, target in pairs:
