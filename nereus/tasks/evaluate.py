@@ -17,15 +17,12 @@ from torch import Tensor
 
 from nereus.algorithms.pass_at_k import pass_at_k
 from nereus.data.prompt import Prompt
-from nereus.emu.batch import PromptBatch, Rollouts, join_rows
-from nereus.emu.cluster import Call
+from nereus.emu.batch import PromptBatch, Rollouts
 from nereus.record.evaluations import EvaluationRecord, append_evaluation, read_evaluations, scalars
-from nereus.tasks.dealing import run_dealt
-from nereus.tasks.generate import prompt_batch, sampling_of
+from nereus.tasks.generate import drawn, prompt_batch, sampling_of
 from nereus.tasks.job import Job
 from nereus.tasks.observe import peak_memory
 from nereus.tasks.score import rewards_of
-from nereus.tasks.stages import GENERATION
 
 SEED = 0x6576616C  # "eval"
 
@@ -92,15 +89,7 @@ def mean_pass_at(passed_b: Tensor, samples: int, k: int) -> float:
 
 def _answers(job: Job, batch: PromptBatch, version: int) -> Rollouts:
     sampling = replace(sampling_of(job), seed=job.config.seed ^ SEED, step=0)
-    parts, order = run_dealt(
-        job,
-        GENERATION,
-        torch.arange(batch.num_rows),
-        lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
-        what="evaluate",
-    )
-    rollouts: Rollouts = join_rows(parts, order)
-    return rollouts
+    return drawn(job, batch, sampling, version, what="evaluate")
 
 
 def _of_rows(prompts: Sequence[Prompt], samples: int) -> list[Prompt]:

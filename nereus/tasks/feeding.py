@@ -63,11 +63,12 @@ def run_fed(
     version: int,
     *,
     slots: int | None,
+    what: str = "generate",
 ) -> Rollouts:
     """Answer all prompts, begun in this order; rows of the result are in theirs.
 
     A unit decodes `slots` rows at once, None: all of its share. Neither slots, order nor units have an
-    influence on what is sampled.
+    influence on what is sampled. `what` names the work in errors.
     """
     units = job.stages[stage].units
     unit_of = {unit.ranks[0]: number for number, unit in enumerate(units)}
@@ -100,6 +101,6 @@ def run_fed(
     for unit in range(len(units)):
         if pool.given(unit):
             first |= calls(unit, pool.given(unit), begin=True)
-    job.cluster.converse(first, answer, what="generate")
+    job.cluster.converse(first, answer, what=what)
     assert sorted(rows) == list(range(prompts.num_rows)), "every row is answered once"
     return join_rows(parts, torch.argsort(torch.tensor(rows)))

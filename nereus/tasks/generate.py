@@ -36,24 +36,33 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
         if job.at_boundary is not None:
             return _in_segments(job, batch, sampling, job.at_boundary)
         order = job.lengths.longest_first(batch)
-        rollouts = _drawn(job, batch, sampling, job.state.policy_version, order)
+        rollouts = drawn(job, batch, sampling, job.state.policy_version, order)
         job.lengths.add(batch, rollouts.batch.response_lens_b)
         return rollouts
 
 
-def _drawn(
-    job: Job, batch: PromptBatch, sampling: Sampling, version: int, order: Sequence[int] | None = None
+def drawn(
+    job: Job,
+    batch: PromptBatch,
+    sampling: Sampling,
+    version: int,
+    order: Sequence[int] | None = None,
+    *,
+    what: str = "generate",
 ) -> Rollouts:
+    """Responses of the policy that generation has, of this version; rows in the batch's order, whatever the
+    `order` in which they are begun. `what` names the work in errors.
+    """
     spec, order = job.stages[GENERATION], order or range(batch.num_rows)
     if spec.engine == "torch":
         slots = min(filter(None, (spec.resident_rows, job.config.sampling.max_rows)), default=None)
-        return run_fed(job, GENERATION, batch, order, sampling, version, slots=slots)
+        return run_fed(job, GENERATION, batch, order, sampling, version, slots=slots, what=what)
     parts, way_back = run_dealt(
         job,
         GENERATION,
         torch.tensor(order),
         lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
-        what="generate",
+        what=what,
     )
     rollouts: Rollouts = join_rows(parts, way_back)
     return rollouts
@@ -72,7 +81,7 @@ def _in_segments(
     while len(growing.open_r):
         version = at_boundary()
         segment = growing.sampling(sampling, asynchrony.segment_tokens)
-        growing.add(_drawn(job, growing.to_go_on(), segment, version), segment.max_new_tokens)
+        growing.add(drawn(job, growing.to_go_on(), segment, version), segment.max_new_tokens)
     return growing.finished()
 
 
