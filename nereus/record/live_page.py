@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from nereus.config import CampaignConfig
+from nereus.record.adaptation_tables import Table, adaptation_tables
 from nereus.record.chart import Line, line_chart, number, stacked_chart, strip_chart
-from nereus.record.decisions import read_decisions
-from nereus.record.emergencies import read_emergencies
 from nereus.record.evaluations import read_evaluations
 from nereus.record.report import evaluation_lines, plan_segments
 from nereus.record.step import StepRecord
-from nereus.record.transitions import read_transitions
 
-NUM_ROWS = 20  # newest decisions and transitions that are shown
+NUM_ROWS = 20  # of each table, the newest
 STYLE = (
     "<style>svg{--card:#fff;--edge:#e3e3df;--muted:#696d72;--in:#fff;--c0:#2f6fb0;--c1:#c8641b;--c2:#2d8a57;"
     "--c3:#8d4fa8;--c4:#b03a48;--c5:#5b6b7a;--c6:#9a7b12;--c7:#1b8a94;font-family:sans-serif;background:#fff}"
@@ -33,13 +31,9 @@ def live_page(config: CampaignConfig, records: Records) -> str:
     """Progress, charts, decisions, transitions, emergencies. Reads the run folder's other records."""
     lines = [f"# {config.name}", "", _progress(config, records), ""]
     if records:
-        lines += [
-            *_charts(records),
-            *_evaluations(config.run_folder),
-            *_decisions(config.run_folder),
-            *_transitions(config.run_folder),
-        ]
-        lines += [*_emergencies(config.run_folder)]
+        lines += [*_charts(records), *_evaluations(config.run_folder)]
+        for table in adaptation_tables(config.run_folder):
+            lines += _drawn(table)
     lines += ["", f"Everything: `{config.run_folder}`"]
     return "\n".join(lines)
 
@@ -104,61 +98,9 @@ def _figure(title: str, svg: str) -> Iterable[str]:
     yield from (f"**{title}**", "", picture(svg, title), "")
 
 
-def _decisions(folder: Path) -> Iterable[str]:
-    head = ("before step", "verdict", "cause", "why", "step now → then", "move costs")
-    rows = []
-    for decision in read_decisions(folder)[-NUM_ROWS:]:
-        change = decision["change"]
-        old_s = change["old_step_s"]
-        rows.append(
-            (
-                str(change["step"]),
-                "moves" if decision["admit"] else "stays",
-                change["trigger"]["cause"],
-                decision["why"],
-                f"{'–' if old_s is None else number(old_s, 3)} → {number(change['new_step_s'], 3)} s",
-                f"{number(decision['numbers']['transition_s'], 3)} s",
-            )
-        )
-    return _table("Decisions", head, rows)
-
-
-def _transitions(folder: Path) -> Iterable[str]:
-    head = ("before step", "outcome", "seconds", "MB moved", "operations", "graph")
-    rows = [
-        (
-            str(record.step),
-            record.outcome + (f": {record.reason}" if record.reason else ""),
-            number(record.seconds, 3),
-            number(record.bytes / 1e6, 3),
-            "; ".join(operation.text for operation in record.operations),
-            f"`{record.picture}`",
-        )
-        for record in read_transitions(folder)[-NUM_ROWS:]
-    ]
-    return _table("Transitions", head, rows)
-
-
-def _emergencies(folder: Path) -> Iterable[str]:
-    head = ("step", "workers lost", "went on by", "seconds", "steps redone")
-    rows = [
-        (
-            str(record.step),
-            ", ".join(map(str, record.gone)),
-            str(record.way),
-            number(record.seconds, 3),
-            str(record.steps_redone),
-        )
-        for record in read_emergencies(folder)[-NUM_ROWS:]
-    ]
-    return _table("Emergencies", head, rows)
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    if not rows:
-        return
-    yield from (f"## {title}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
-    for row in rows:
+def _drawn(table: Table) -> Iterable[str]:
+    yield from (f"## {table.title}", "", f"| {' | '.join(table.head)} |", f"|{'---|' * len(table.head)}")
+    for row in table.newest(NUM_ROWS).rows:
         cells = (" ".join(cell.split()).replace("|", "\\|") for cell in row)
         yield f"| {' | '.join(cells)} |"
     yield ""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from nereus.record.adaptation_tables import Table, adaptation_tables
 from nereus.record.chart import number
-from nereus.record.decisions import read_decisions
-from nereus.record.emergencies import EmergencyRecord, read_emergencies
-from nereus.record.transitions import OperationRecord, TransitionRecord, read_transitions
+from nereus.record.emergencies import read_emergencies
+from nereus.record.transitions import read_transitions
 
-Decisions = Sequence[Mapping[str, Any]]
 Facts = list[tuple[str, str, bool]]
 
 
@@ -37,92 +35,15 @@ def adaptation_facts(folder: Path, total_s: float) -> Facts:
 
 def adaptation_section(folder: Path) -> Iterable[str]:
     """Tables of decisions, transitions and emergencies; nothing for a run that had none."""
-    decisions, transitions = read_decisions(folder), read_transitions(folder)
-    emergencies = read_emergencies(folder)
-    if not (decisions or transitions or emergencies):
-        return
-    yield "<h2>Adaptation</h2>"
-    yield from _table("Decisions: why yes, why no", DECISION_HEAD, map(_decision, decisions))
-    yield from _table("Transitions", TRANSITION_HEAD, map(_transition, transitions))
-    yield from _table(
-        "Operations of the transitions",
-        OPERATION_HEAD,
-        (_operation(record, operation) for record in transitions for operation in record.operations),
-    )
-    yield from _table("Emergencies", EMERGENCY_HEAD, map(_emergency, emergencies))
+    if tables := adaptation_tables(folder):
+        yield "<h2>Adaptation</h2>"
+        for table in tables:
+            yield from _drawn(table)
 
 
-DECISION_HEAD = ("before step", "verdict", "cause", "what was seen", "why", "step now → then", "move", "plan")
-TRANSITION_HEAD = ("before step", "outcome", "seconds", "MB moved", "operations", "to")
-OPERATION_HEAD = ("before step", "operation", "MB sent", "seconds", "failed because")
-EMERGENCY_HEAD = (
-    "step",
-    "workers lost",
-    "went on by",
-    "seconds",
-    "steps redone",
-    "recoveries",
-    "first failure",
-)
-
-
-def _decision(decision: Mapping[str, Any]) -> Sequence[str]:
-    change = decision["change"]
-    old_s = change["old_step_s"]
-    return (
-        str(change["step"]),
-        "moves" if decision["admit"] else "stays",
-        change["trigger"]["cause"],
-        change["trigger"]["text"],
-        decision["why"],
-        f"{'–' if old_s is None else number(old_s, 3)} → {number(change['new_step_s'], 3)} s",
-        f"{number(decision['numbers']['transition_s'], 3)} s",
-        change["new"],
-    )
-
-
-def _transition(record: TransitionRecord) -> Sequence[str]:
-    kinds = [operation.kind for operation in record.operations]
-    counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    moved = (f"{name} {text}" for name, text in record.after.items() if record.before.get(name) != text)
-    return (
-        str(record.step),
-        record.outcome + (f": {record.reason}" if record.reason else ""),
-        number(record.seconds, 3),
-        number(record.bytes / 1e6, 3),
-        counted,
-        "; ".join(moved),
-    )
-
-
-def _operation(record: TransitionRecord, operation: OperationRecord) -> Sequence[str]:
-    return (
-        str(record.step),
-        operation.text,
-        number(operation.bytes / 1e6, 3),
-        number(operation.seconds, 3),
-        operation.reason,
-    )
-
-
-def _emergency(record: EmergencyRecord) -> Sequence[str]:
-    return (
-        str(record.step),
-        ", ".join(map(str, record.gone)),
-        str(record.way),
-        number(record.seconds, 3),
-        str(record.steps_redone),
-        str(record.attempts),
-        record.reason.splitlines()[0],
-    )
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    told = list(rows)
-    if not told:
-        return
-    yield f'<details open><summary>{escape(title)} ({len(told)})</summary><div class="scroll">'
-    yield '<table class="left">'
-    yield f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"
-    yield from (f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in told)
+def _drawn(table: Table) -> Iterable[str]:
+    yield f"<details open><summary>{escape(table.title)} ({len(table.rows)})</summary>"
+    yield '<div class="scroll"><table class="left">'
+    yield f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in table.head)}</tr>"
+    yield from (f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in table.rows)
     yield "</table></div></details>"

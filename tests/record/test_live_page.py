@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import re
+from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from nereus.config import CampaignConfig
+from nereus.record.adaptation_tables import adaptation_tables
 from nereus.record.decisions import append_decision
 from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
-from nereus.record.live_page import live_page
+from nereus.record.live_page import NUM_ROWS, live_page
+from nereus.record.report_adaptation import adaptation_section
 from tests.record.records import make_record
 
 
@@ -47,15 +50,16 @@ def test_every_picture_is_an_svg_that_stands_alone(config: CampaignConfig) -> No
     assert "<svg" not in page
 
 
-def test_decisions_and_emergencies_are_tables_whose_cells_break_no_column(config: CampaignConfig) -> None:
+def decide(config: CampaignConfig, *, step: int, why: str) -> None:
+    """A decision against a move before `step`."""
     append_decision(
         config.run_folder,
         {
             "admit": False,
-            "why": "the move costs 3 s | and gains\n1 s",
+            "why": why,
             "numbers": {"transition_s": 3.0},
             "change": {
-                "step": 2,
+                "step": step,
                 "old_step_s": None,
                 "new_step_s": 0.5,
                 "new": "tp1",
@@ -63,6 +67,10 @@ def test_decisions_and_emergencies_are_tables_whose_cells_break_no_column(config
             },
         },
     )
+
+
+def test_decisions_and_emergencies_are_tables_whose_cells_break_no_column(config: CampaignConfig) -> None:
+    decide(config, step=2, why="the move costs 3 s | and gains\n1 s")
     append_emergency(
         config.run_folder,
         EmergencyRecord(
@@ -72,6 +80,17 @@ def test_decisions_and_emergencies_are_tables_whose_cells_break_no_column(config
     page = live_page(config, [make_record(0)])
     tables = [line for line in page.splitlines() if line.startswith("|")]
     bars = {len(re.findall(r"(?<!\\)\|", line)) for line in tables}
-    assert bars == {7, 6}  # six columns of decisions, five of emergencies
+    assert bars == {9, 8}  # eight columns of decisions, seven of emergencies
     assert "stays" in page
     assert "the move costs 3 s \\| and gains 1 s" in page
+
+
+def test_the_page_shows_the_newest_rows_and_the_report_all_of_the_same(config: CampaignConfig) -> None:
+    for step in range(NUM_ROWS + 3):
+        decide(config, step=step, why=f"reason {step}.")
+    (table,) = adaptation_tables(config.run_folder)
+    page, report = live_page(config, [make_record(0)]), "".join(adaptation_section(config.run_folder))
+    assert [f"reason {step}." in page for step in (2, 3, NUM_ROWS + 2)] == [False, True, True]
+    for row in table.rows:
+        assert "".join(f"<td>{escape(cell)}</td>" for cell in row) in report
+    assert f"| {' | '.join(table.rows[-1])} |" in page
