@@ -1,10 +1,12 @@
 """What tracking costs: each level, on SQLite or Postgres, and a thousand steps of eight tasks on one server.
 
-    python benchmarks/overhead.py FOLDER [--database URL] [--steps 1000] [--part levels|auto|growth]
+    python -m benchmarks.overhead FOLDER [--postgres] [--samples 30] [--steps 1000] [--part levels]
 
-Starts a Prefect server of its own, with its database in FOLDER unless a URL is given, and ends it. Results go
-to FOLDER/overhead.json part by part; what is there is not measured again, and `growth` goes on where it was
-ended. Stages only wait, so what a step takes beyond its waits is Prefect's. Run it where nothing else runs.
+Starts a Prefect server of its own, with its database in FOLDER; with --postgres a Postgres of its own, or
+that of --database URL; and ends them. Results go to FOLDER/overhead.json part by part; what is there is not
+measured again, and `growth` goes on where it was ended, but for --postgres, whose database is new each time.
+Stages only wait, so what a step takes beyond its waits is Prefect's. Run it where nothing else runs;
+`python -m benchmarks.overhead_page FOLDER` then writes the tables of docs/design/tracking.md.
 """
 
 from __future__ import annotations
@@ -13,43 +15,67 @@ import argparse
 import json
 import os
 import resource
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from tests.postgres import own_postgres
+from tests.prefect_server import own_server
+
+RESULTS_FILE = "overhead.json"
 STAGES = 8
 CHUNK = 50
-AUTO_S = (1.0, 3.0, 6.0, 31.0)
-"""Step lengths around those at which `auto` changes its level."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--database", help="a Postgres URL (postgresql+asyncpg://...); SQLite when absent")
-    parser.add_argument("--steps", type=int, default=1000)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--postgres", action="store_true", help="on a Postgres that is made for it")
+    where.add_argument("--database", help="on this Postgres, postgresql+asyncpg://...; SQLite without either")
+    parser.add_argument("--samples", type=int, default=30, help="steps at each level")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of growth in all")
     parser.add_argument("--part", choices=("levels", "auto", "growth"), action="append")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    kind = "postgres" if options.database else "sqlite"
-    results = Results(options.folder / "overhead.json", kind)
-    with server(options.folder.resolve(), options.database):
+    kind = "postgres" if options.postgres or options.database else "sqlite"
+    results = Results(options.folder / RESULTS_FILE, kind)
+    with database(options.postgres, options.database) as url, served(options.folder.resolve(), url):
         for part in options.part or ("levels", "auto", "growth"):
             if part == "levels":
-                measure_levels(results)
+                measure_levels(results, options.samples)
             elif part == "auto":
-                measure_auto(results)
+                measure_auto(results, -(-options.samples // 6))
             else:
-                measure_growth(results, options.folder, options.database, options.steps)
+                measure_growth(results, options.folder, url, options.steps, anew=options.postgres)
     print(json.dumps(results.values, indent=1))
+
+
+@contextmanager
+def database(is_made: bool, url: str | None) -> Iterator[str | None]:
+    """The URL of the Postgres to measure on; None for SQLite."""
+    if is_made:
+        with own_postgres() as made:
+            yield made
+    else:
+        yield url
+
+
+@contextmanager
+def served(folder: Path, url: str | None) -> Iterator[None]:
+    """A Prefect server as a child process; this process, which has not loaded Prefect yet, talks to it."""
+    with own_server(folder, url) as address:
+        os.environ |= {
+            "PREFECT_HOME": str(folder / "home"),
+            "PREFECT_LOGGING_TO_API_ENABLED": "false",
+            "PREFECT_LOGGING_LEVEL": "ERROR",
+            "PREFECT_API_URL": f"{address}/api",
+            "DO_NOT_TRACK": "1",
+        }
+        yield
 
 
 class Results:
@@ -68,45 +94,6 @@ class Results:
         whole = self._path.with_suffix(".new")
         whole.write_text(json.dumps(self._all, indent=1))
         whole.replace(self._path)
-
-
-@contextmanager
-def server(folder: Path, database: str | None) -> Iterator[None]:
-    """A Prefect server as a child process; this process talks to it from then on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = database or f"sqlite+aiosqlite:///{folder / 'prefect.db'}"
-    os.environ |= {
-        "PREFECT_HOME": str(folder / "home"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": url,
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_LOGGING_TO_API_ENABLED": "false",
-        "PREFECT_LOGGING_LEVEL": "ERROR",
-        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
-        "DO_NOT_TRACK": "1",
-    }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
-    with (folder / "server.log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            _wait_until_healthy(os.environ["PREFECT_API_URL"], process)
-            yield
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 300
-    while time.monotonic() < end:
-        assert process.poll() is None, "the server ended; see server.log"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise TimeoutError("the server did not answer")
 
 
 def stepper(wait_s: float = 0.0) -> Callable[[str, int], None]:
@@ -165,7 +152,7 @@ def in_campaign(act: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def measure_levels(results: Results, num: int = 30, gap_s: float = 1.0) -> None:
+def measure_levels(results: Results, num: int, gap_s: float = 1.0) -> None:
     """Wall and CPU of a step at each level, steps a second apart as those of a real job are."""
     for level in ("none", "step", "tasks", "full"):
         if level in results.values:
@@ -183,6 +170,7 @@ def measure_levels(results: Results, num: int = 30, gap_s: float = 1.0) -> None:
             walls, cpus = walls[2:], cpus[2:]
             return {
                 "p50_ms": 1e3 * median(walls),
+                "mean_ms": 1e3 * fmean(walls),
                 "max_ms": 1e3 * max(walls),
                 "cpu_ms": 1e3 * median(cpus),
                 "load": os.getloadavg()[0],
@@ -191,16 +179,17 @@ def measure_levels(results: Results, num: int = 30, gap_s: float = 1.0) -> None:
         results.put(level, in_campaign(act))
 
 
-def measure_auto(results: Results, num: int = 5) -> None:
+def measure_auto(results: Results, num: int) -> None:
     """The share of a step that tracking takes where `auto` chooses, against the same step untracked."""
     from nereus.config import Tracking
-    from nereus.flows.tracking import level
+    from nereus.flows.tracking import ALLOWED_SHARE, COST_S, level
 
-    for step_s in AUTO_S:
-        name = f"auto {step_s:g} s"
+    shortest_s = sorted(1.03 * cost_s / ALLOWED_SHARE for cost_s in COST_S.values())
+    for step_s in (1.0, *shortest_s):  # steps that are just long enough for their level
+        chosen = str(level(Tracking.auto, step_s))
+        name = f"auto {step_s:.2g} s"
         if name in results.values:
             continue
-        chosen = str(level(Tracking.auto, step_s))
 
         def act(chosen: str = chosen, step_s: float = step_s) -> dict[str, Any]:
             step = stepper(step_s)
@@ -212,21 +201,29 @@ def measure_auto(results: Results, num: int = 5) -> None:
                     if number:
                         taken.append(time.perf_counter() - began)
             plain, tracked = median(times["none"]), median(times[chosen])
-            return {"level": chosen, "share": tracked / plain - 1, "load": os.getloadavg()[0]}
+            worst = max(times[chosen]) / plain - 1
+            share = tracked / plain - 1
+            return {"level": chosen, "share": share, "worst_share": worst, "load": os.getloadavg()[0]}
 
         results.put(name, in_campaign(act))
 
 
-def measure_growth(results: Results, folder: Path, database: str | None, steps: int) -> None:
-    """Steps with a subflow and eight task runs each, back to back; latency and size by chunk."""
-    chunks: list[dict[str, float]] = results.values.get("growth", [])
-    while len(chunks) * CHUNK < steps:
-        first = len(chunks) * CHUNK
+def measure_growth(results: Results, folder: Path, database: str | None, steps: int, *, anew: bool) -> None:
+    """Steps with a subflow and eight task runs each, back to back; latency and size by chunk. `anew`: what
+    was measured in part before is measured again.
+    """
+    chunks: list[dict[str, Any]] = results.values.get("growth", [])
+    if anew and chunks and chunks[-1]["steps"] < steps:
+        chunks = []
+    while (first := chunks[-1]["steps"] if chunks else 0) < steps:
+        until = min(first + CHUNK, steps)
         step = stepper()
 
-        def act(first: int = first, step: Callable[[str, int], None] = step) -> list[float]:
+        def act(
+            first: int = first, until: int = until, step: Callable[[str, int], None] = step
+        ) -> list[float]:
             walls = []
-            for number in range(first, first + CHUNK):
+            for number in range(first, until):
                 began = time.perf_counter()
                 step("full", number)
                 walls.append(time.perf_counter() - began)
@@ -234,7 +231,7 @@ def measure_growth(results: Results, folder: Path, database: str | None, steps: 
 
         walls: list[float] = in_campaign(act)
         chunk = {
-            "steps": first + CHUNK,
+            "steps": until,
             "p50_ms": 1e3 * median(walls),
             "max_ms": 1e3 * max(walls),
             "size_mb": size_bytes(folder, database) / 1e6,

@@ -17,17 +17,19 @@ def test_a_named_level_is_taken_as_it_is(setting: Tracking) -> None:
     assert level(setting, 0.01) == setting
 
 
-@pytest.mark.parametrize(
-    ("step_s", "expected"),
-    [(60.0, Tracking.full), (10.0, Tracking.tasks), (1.0, Tracking.step), (None, Tracking.tasks)],
-)
-def test_auto_takes_the_fullest_level_that_costs_under_one_percent(
-    step_s: float | None, expected: Tracking
-) -> None:
-    chosen = level(Tracking.auto, step_s)
-    assert chosen == expected
-    if step_s is not None and chosen != Tracking.step:
-        assert COST_S[chosen] <= ALLOWED_SHARE * step_s
+@pytest.mark.parametrize("fullest", list(COST_S))
+def test_auto_takes_the_fullest_level_that_costs_under_one_percent(fullest: Tracking) -> None:
+    step_s = COST_S[fullest] / ALLOWED_SHARE
+    assert level(Tracking.auto, 1.01 * step_s) == fullest
+    less = level(Tracking.auto, 0.99 * step_s)
+    if fullest == Tracking.step:
+        assert less == Tracking.step, "there is no less"
+    else:
+        assert COST_S[less] < COST_S[fullest]
+
+
+def test_auto_shows_task_runs_until_a_step_was_measured() -> None:
+    assert level(Tracking.auto, None) == Tracking.tasks
 
 
 class Looked:
