@@ -14,7 +14,7 @@ DEMO := runs/demo-$(EXAMPLE)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format types docs clean
+.PHONY: help venv demo test test-slow test-ui lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,6 +36,10 @@ test: $(VENV)/.dev ## run the tests (under 5 minutes on 2 cores)
 test-slow: $(VENV)/.dev ## run the long tests too (real processes at length)
 	@echo "==> pytest -m slow"
 	@$(BIN)/python -m pytest -m slow || { echo "==> slow tests failed. Remedy: run one by its name"; exit 1; }
+
+test-ui: $(VENV)/.ui ## drive the web pages in Chromium (Debian: chromium, chromium-driver)
+	@echo "==> pytest -m ui"
+	@$(BIN)/python -m pytest -m ui -rs || { echo "==> UI tests failed. Remedy: run one by its name with -s"; exit 1; }
 
 lint: $(VENV)/.dev ## check style and form
 	@echo "==> ruff"
@@ -81,6 +85,10 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.run
 	$(call install,the developers' tools,-c constraints-cpu.txt -e '.[dev]')
+	@touch $@
+
+$(VENV)/.ui: $(VENV)/.dev
+	$(call install,selenium,-c constraints-cpu.txt -e '.[ui]')
 	@touch $@
 
 examples/count/model/recipe.json: $(VENV)/.run

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import ray.autoscaler
 import yaml
 from prefect import Flow
 
@@ -51,6 +58,26 @@ def test_compose_services_depend_on_services_that_exist_and_publish_on_loopback_
     assert "?choose a password" in services["postgres"]["environment"]["POSTGRES_PASSWORD"]
 
 
+def test_compose_obeys_the_published_schema_of_compose() -> None:
+    pytest.importorskip("check_jsonschema", reason="needs the dev extra")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run(
+        [*command, str(FOLDER / "compose.yaml")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["cpu.Dockerfile", "cuda.Dockerfile"])
+def test_an_image_passes_hadolint(name: str) -> None:
+    program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("needs hadolint: the dev extra has it")
+    done = subprocess.run(
+        [program, str(FOLDER / "docker" / name)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", ["cpu.Dockerfile", "cuda.Dockerfile"])
 def test_an_image_copies_what_exists_and_does_not_run_as_root(name: str) -> None:
     lines = (FOLDER / "docker" / name).read_text().splitlines()
@@ -58,8 +85,8 @@ def test_an_image_copies_what_exists_and_does_not_run_as_root(name: str) -> None
         if line.startswith("COPY "):
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists(), source
-    users = [line.split()[1] for line in lines if line.startswith("USER ")]
-    assert users == ["nereus"]
+    (user,) = (line.split()[1] for line in lines if line.startswith("USER "))
+    assert any(f"useradd --uid {user} " in line for line in lines), "a number, which every host can check"
 
 
 def test_the_kubernetes_manifest_mounts_only_volumes_it_has() -> None:
@@ -72,6 +99,21 @@ def test_the_kubernetes_manifest_mounts_only_volumes_it_has() -> None:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     limits = groups[1]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert "nvidia.com/gpu" in limits
+
+
+def test_the_kubernetes_manifests_pods_obey_the_schema_of_kubernetes() -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="needs the dev extra")
+    cluster = tree("ray/kuberay.yaml")
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for number, group in enumerate(groups):
+        name = f"{cluster['metadata']['name']}-{number}"
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **group["template"]}
+        kubernetes.validate(pod, kubernetes.latest_version(), strict=True)
+
+
+def test_the_ray_cluster_obeys_the_schema_of_rays_launcher() -> None:
+    schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+    jsonschema.validate(tree("ray/cluster.yaml"), schema)
 
 
 def test_the_ray_cluster_starts_its_head_from_a_type_it_defines() -> None:
