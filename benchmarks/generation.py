@@ -23,12 +23,14 @@ import torch
 
 from nereus.emu.batch import PromptBatch, Sampling
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engine_limits import EngineName
 from nereus.emu.engines.protocol import GenerateEngine
 from nereus.emu.engines.registry import open_generator
 from nereus.emu.hf_folder import HFSource, write_hf_folder
 from nereus.emu.layout import Layout
+from nereus.emu.serving import Serving
 from nereus.emu.source import fill
-from nereus.emu.stage import EngineName, FromStage, Serving, StageSpec
+from nereus.emu.stage import FromStage, StageSpec
 from nereus.emu.unit_groups import UnitGroups
 from tests.emu.engines.torch_cases import Random
 

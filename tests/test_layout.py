@@ -31,6 +31,8 @@ LEVELS = {
 # The pure half of emu: all that the planner may use of it.
 PURE_EMU = {
     "decoder",
+    "engine_limits",
+    "serving",
     "tensor",
     "layout",
     "kinds",

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engine_limits import EngineName
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.kinds import Kinds, kinds_of, optimizer_kinds, serving_kinds
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.optimizer_slices import optimizer_units
+from nereus.emu.serving import DEFAULT_SERVING, Serving
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit, UnitId
 
 Role = Literal["training", "generation", "inference"]
-EngineName = Literal["torch", "vllm", "megatron", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +59,6 @@ Origin = FromFolder | FromCheckpoint | FromStage | FromMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What an engine with a KV cache of fixed size is made for; None takes the engine's own choice.
-
-    `longest_tokens` are those of a prompt with its response (None: all of the model's positions), `rows` the
-    sequences that run at once. `eager` runs without compiled graphs.
-    """
-
-    longest_tokens: int | None = None
-    rows: int = 256
-    kv_cache_bytes: int | None = None
-    eager: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
     """One model-stage: name (`actor.training`), role, model, units, and where its weights come from.
 
@@ -95,7 +82,7 @@ class StageSpec:
     train_rows: int | None = None
     score_rows: int | None = None
     resident_rows: int | None = None
-    serving: Serving = Serving()
+    serving: Serving = DEFAULT_SERVING
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

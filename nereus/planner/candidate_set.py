@@ -130,6 +130,9 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
     columns = [np.concatenate(column) for column in zip(*(part[0] for part in parts), strict=True)]
     tp, pp, dp, pool, option, *origin = (column.astype(np.int64) for column in columns[:8])
     persistent, transient, latency, sync = columns[8:]
+    layout = ((pool << 12 | tp) << 12 | pp) << 32 | dp
+    if model_stage is ModelStage.ACTOR_GENERATION and not request.workload.engines.share_weights:
+        layout = ~layout  # equal to no layout of training
     seat = Seat(
         name=str(model_stage),
         stage=STAGES.index(model_stage.stage),
@@ -139,7 +142,7 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
         transient_bytes=transient,
         latency_s=latency,
         sync_s=sync,
-        layout=((pool << 12 | tp) << 12 | pp) << 32 | dp,
+        layout=layout,
     )
     return CandidateSet(
         model_stage=model_stage,

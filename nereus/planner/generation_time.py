@@ -24,7 +24,7 @@ def generation_terms(
     Only (tp, pp, sequences of a unit) decide, so equal triples are priced once.
     """
     (tp, pp, per_unit), back = distinct(tp, pp, np.ceil(workload.num_generated / dp))
-    limit = np.inf if workload.max_resident is None else float(workload.max_resident)
+    limit = np.inf if workload.most_resident is None else float(workload.most_resident)
     resident = np.minimum(per_unit, limit)
     decode = _decode(place, workload, tp, pp, per_unit, resident)
     terms = {

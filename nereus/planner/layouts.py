@@ -13,7 +13,7 @@ from nereus.emu.decoder import DecoderConfig
 from nereus.errors import ConfigError, explain
 from nereus.planner.fixed import Choice, Fix, avoided, chosen_number
 from nereus.planner.profile import GpuPool
-from nereus.planner.workload import ModelStage, Stage, Workload
+from nereus.planner.workload import ModelStage, Workload
 
 Floats = NDArray[np.float64]
 MAX_PP = 32
@@ -26,24 +26,10 @@ class Space(StrEnum):
     GENERAL = "general"
 
 
-def tensor_sizes(shape: DecoderConfig, pool: GpuPool, *, equal_parts: bool = False) -> list[int]:
-    """tp that divides the heads evenly and stays inside a node (so that units pack into whole nodes).
-
-    `equal_parts` as in Workload: tp also divides the kv heads and the feed-forward columns.
-    """
-    heads, kv, columns = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
-    return [
-        tp
-        for tp in _divisors(pool.gpus_per_node)
-        if heads % tp == 0
-        and (kv % tp == 0 or (tp % kv == 0 and not equal_parts))
-        and (columns % tp == 0 or not equal_parts)
-    ]
-
-
-def _tensor_sizes(model_stage: ModelStage, workload: Workload, pool: GpuPool) -> list[int]:
-    equal_parts = workload.equal_parts and model_stage.stage is not Stage.GENERATION
-    return tensor_sizes(workload.shape(model_stage), pool, equal_parts=equal_parts)
+def tensor_sizes(shape: DecoderConfig, pool: GpuPool) -> list[int]:
+    """tp that divides the heads evenly and stays inside a node (so that units pack into whole nodes)."""
+    heads, kv = shape.num_heads, shape.num_kv_heads
+    return [tp for tp in _divisors(pool.gpus_per_node) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
 
 
 def pipeline_sizes(shape: DecoderConfig, space: Space) -> list[int]:
@@ -79,13 +65,13 @@ def layouts(
     tp, pp, dp, gpus = (
         chosen_number(fixed, model_stage, key) for key in (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS)
     )
-    tensor = [size for size in _tensor_sizes(model_stage, workload, pool) if tp in (None, size)]
+    tensor = [size for size in tensor_sizes(shape, pool) if tp in (None, size)]
     stages = pipeline_sizes(shape, space) if pp is None else [pp]
     left_out = avoided(fixed, model_stage)
     rows: list[tuple[int, int, int]] = []
     for t in tensor:
         for p in stages:
-            if (t, p) in left_out:
+            if (t, p) in left_out or workload.problem_at(model_stage, t, p):
                 continue
             most = pool.num_gpus // (t * p)
             counts = [dp] if dp is not None else unit_counts(model_stage, workload, most, space)
@@ -105,7 +91,8 @@ def check_fixed(
     tp, pp, dp, gpus = (
         chosen_number(fixed, model_stage, key) for key in (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS)
     )
-    sizes = sorted({size for pool in pools for size in _tensor_sizes(model_stage, workload, pool)})
+    sizes = sorted({size for pool in pools for size in tensor_sizes(shape, pool)})
+    _check_engine(model_stage, workload, sizes if tp is None else [tp], pp or 1)
     if tp is not None and tp not in sizes:
         node = max(pool.gpus_per_node for pool in pools)
         raise ConfigError(
@@ -136,6 +123,22 @@ def check_fixed(
             explain(
                 f"cannot fix {gpus} GPUs for {model_stage}",
                 rule=f"gpus must be a multiple of the fixed tp, pp and dp, {unit * (dp or 1)}",
+            )
+        )
+
+
+def _check_engine(model_stage: ModelStage, workload: Workload, tensor: Sequence[int], pp: int) -> None:
+    """Raise ConfigError where the engine can run none of these tp at this pp."""
+    problems = [workload.problem_at(model_stage, tp, pp) for tp in tensor]
+    if problems and all(problems):
+        values, rule, remedy = next(problem for problem in problems if problem is not None)
+        engine = workload.engines.of(model_stage.stage)
+        raise ConfigError(
+            explain(
+                f"{engine} cannot run {model_stage}",
+                values=f"tp={', '.join(map(str, tensor))} pp={pp}, {values}",
+                rule=rule,
+                remedy=remedy,
             )
         )
 

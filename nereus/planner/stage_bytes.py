@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nereus.emu.decoder import DecoderConfig
+from nereus.emu.serving import Serving, cache_bytes
+from nereus.planner.candidates import distinct
 from nereus.planner.generation_time import PREFILL_TOKENS
 from nereus.planner.shard_size import (
     heads_per_rank,
@@ -25,8 +27,8 @@ Floats = NDArray[np.float64]
 Terms = dict[str, Floats]
 _Holds = bool | NDArray[np.bool_]
 
-PERSISTENT = ("weights", "gradients", "master", "moments")
-FIXED = ("context", "graphs", "communication")
+PERSISTENT = ("weights", "gradients", "master", "moments", "packed_weights", "engine_cache", "engine_graphs")
+FIXED = ("context", "graphs", "engine_graphs", "communication")
 
 _CONTEXT_BYTES = 3.5e9  # driver context, library workspaces, engine buffers (the figure of aiconfigurator)
 _GROUP_BYTES = 0.35e9  # buffers of one set of communicators
@@ -38,11 +40,16 @@ _LOGIT_COPIES_SCORED, _LOGIT_COPIES_TRAINED = 2, 3  # logits and soft-max; and t
 
 
 def generation_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: Floats, dp: Floats) -> Terms:
-    """Weights, cache of the sequences held at once, and an engine's working memory, shape [n]."""
-    per_unit = np.ceil(workload.num_generated / dp)
-    resident = np.minimum(per_unit, np.inf if workload.max_resident is None else workload.max_resident)
+    """Weights, cache of the sequences held at once, and an engine's working memory, shape [n].
+
+    An engine that lives beside the other stages keeps weights of its own, cache and graphs all the while.
+    """
+    per_unit, serving = np.ceil(workload.num_generated / dp), workload.engines.serving
+    resident = np.minimum(per_unit, np.inf if workload.most_resident is None else workload.most_resident)
     prefill = np.minimum(resident * workload.prompt_tokens, max(PREFILL_TOKENS, workload.prompt_tokens))
     one = np.ones_like(tp)
+    if serving is not None:
+        return _served_bytes(shape, workload, serving, tp, pp, resident, prefill)
     return {
         "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp),
         "kv_cache": kv_bytes_per_token(shape, tp, pp, workload.dtype_bytes)
@@ -53,6 +60,48 @@ def generation_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: F
         * np.minimum(resident, _SAMPLED)
         * np.ceil(shape.vocab_size / tp),
         "graphs": one * _GRAPH_BYTES,
+        "communication": _groups(tp, pp, one * 0),
+        "context": one * _CONTEXT_BYTES,
+    }
+
+
+def _served_bytes(
+    shape: DecoderConfig,
+    workload: Workload,
+    serving: Serving,
+    tp: Floats,
+    pp: Floats,
+    resident: Floats,
+    prefill: Floats,
+) -> Terms:
+    """As `generation_bytes`, of an engine with a cache of fixed size (vLLM's).
+
+    The arena in which weight syncs land stays beside the engine's packed weights. Its loader reads tensors of
+    the whole shape, one at a time, of which a rank holds a part. It samples from whole logits on every rank.
+    """
+    assert serving.kv_cache_bytes is not None, "a plan needs a bound of the cache"
+    one, weights = np.ones_like(tp), workload.dtype_bytes * rank_parameters(shape, tp, pp)
+    (some_tp, some_pp), back = distinct(tp, pp)
+    caches = [
+        cache_bytes(
+            shape,
+            int(t),
+            -(-shape.num_layers // int(p)),
+            longest_tokens=serving.longest_tokens or shape.max_positions,
+            rows=serving.rows,
+            limit_bytes=serving.kv_cache_bytes,
+        )
+        for t, p in zip(some_tp, some_pp, strict=True)
+    ]
+    largest = max(shape.vocab_size, shape.intermediate_size) * shape.hidden_size
+    return {
+        "weights": weights,
+        "packed_weights": weights.copy(),
+        "engine_cache": np.array(caches, dtype=np.float64)[back],
+        "engine_graphs": one * (0.0 if serving.eager or workload.engines.on_cpu else _GRAPH_BYTES),
+        "loading": np.where(tp > 1, 1.0, 0.0) * workload.dtype_bytes * largest,
+        "activations": prefill * live_layer_bytes(shape, tp, workload),
+        "logits": 4.0 * _LOGIT_COPIES_SCORED * np.minimum(resident, _SAMPLED) * shape.vocab_size,
         "communication": _groups(tp, pp, one * 0),
         "context": one * _CONTEXT_BYTES,
     }

@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import Self
 
 from nereus.emu.decoder import DecoderConfig
+from nereus.emu.engine_limits import EngineName, Problem, problem_with
+from nereus.emu.serving import Serving
 from nereus.errors import ConfigError, explain
 from nereus.planner.lengths import LengthDistribution
 
@@ -139,6 +141,32 @@ class ModelShapes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """What runs the stages, as far as plans depend on it. Inference runs on the engine that trains.
+
+    `serving` is for a generation engine with weights of its own and a KV cache that is allocated while it
+    lives; None: generation takes memory only while it runs.
+    """
+
+    training: EngineName = "torch"
+    generation: EngineName = "torch"
+    on_cpu: bool = False
+    serving: Serving | None = None
+
+    def of(self, stage: Stage) -> EngineName:
+        """The engine of a stage."""
+        return self.generation if stage is Stage.GENERATION else self.training
+
+    @property
+    def share_weights(self) -> bool:
+        """Whether generation can read the weights that training writes: both store them alike."""
+        return self.generation == "torch" and self.training in ("torch", "deepspeed")
+
+
+TORCH = Engines()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One step's work. All sizes are of the whole job, `micro_batch` and `max_resident` are of one unit.
 
@@ -148,8 +176,7 @@ class Workload:
     `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
     `attention` is how the training engine computes attention, `pipeline` the order of its micro-batches;
     `zero1`: the units of a trained model share its optimizer state. `old_logprobs`: the training engine
-    scores the responses once more before it trains. `equal_parts`: it trains and scores with tp only where
-    every rank gets equally many whole kv heads and feed-forward columns.
+    scores the responses once more before it trains. `engines` bound the layouts and the memory.
     """
 
     algorithm: Algorithm
@@ -171,7 +198,7 @@ class Workload:
     pipeline: Pipeline = Pipeline.ONE_F_ONE_B
     logits_chunk_tokens: int | None = 2048
     zero1: bool = False
-    equal_parts: bool = False
+    engines: Engines = TORCH
 
     def __post_init__(self) -> None:
         positive = {
@@ -211,6 +238,19 @@ class Workload:
         """Sequences generated in one step; ReMax adds a greedy baseline for every prompt."""
         extra = 1 if self.algorithm is Algorithm.REMAX else 0
         return self.num_prompts * (self.num_samples + extra)
+
+    @property
+    def most_resident(self) -> int | None:
+        """Sequences that a generation unit holds at once at most; None: all of its share."""
+        serving = self.engines.serving
+        rows = None if serving is None else serving.rows
+        return min((size for size in (self.max_resident, rows) if size is not None), default=None)
+
+    def problem_at(self, model_stage: ModelStage, tp: int, pp: int) -> Problem | None:
+        """Why the engine of a model-stage cannot run it at (tp, pp); None where it can."""
+        engines = self.engines
+        engine = engines.of(model_stage.stage)
+        return problem_with(engine, self.shape(model_stage), tp, pp, on_cpu=engines.on_cpu)
 
     @property
     def sequence_tokens(self) -> float:

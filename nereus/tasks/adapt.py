@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nereus.config import AdaptationConfig, CampaignConfig
 from nereus.emu.cluster import PooledGpu
+from nereus.emu.decoder import DecoderConfig
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
 from nereus.errors import Infeasible
@@ -23,10 +24,9 @@ from nereus.planner.broker import Bid, with_values
 from nereus.planner.calibrate import Calibrator
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.cost import stage_time
-from nereus.planner.fixed import Choice, Fix, parse_fix
+from nereus.planner.fixed import parse_fix
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.policies.configured import policy_of
-from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import PlanRequest, StageOptions
 from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, SignalHistory, Signals, Switch
@@ -36,6 +36,7 @@ from nereus.planner.triggers import limits
 from nereus.planner.workload import (
     Algorithm,
     Attention,
+    Engines,
     Model,
     ModelShapes,
     ModelStage,
@@ -44,9 +45,18 @@ from nereus.planner.workload import (
     Workload,
 )
 from nereus.tasks.batch_limit import configured_limit, longest_tokens
-from nereus.tasks.device import device, kind_of_device
+from nereus.tasks.device import device
 from nereus.tasks.micro_batches import planned_rows
-from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, REWARD, TRAINING, StageModel
+from nereus.tasks.planned_cluster import cache_limit, cluster_of
+from nereus.tasks.stages import (
+    CRITIC,
+    GENERATION,
+    REFERENCE,
+    REWARD,
+    TRAINING,
+    StageModel,
+    serving_of,
+)
 
 PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
 """What the planner takes an algorithm for by its model-stages; all others need those of GRPO."""
@@ -207,7 +217,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         num_mini_batches=config.batch.mini_batches,
         old_logprobs=config.rescores,
         zero1=config.optimizer.zero1,
-        equal_parts=config.engines.training != "torch",
+        engines=_engines(config, shapes[TRAINING]),
         attention=_attention(config),
     )
     return PlanRequest(
@@ -220,7 +230,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
             recomputes=(recompute,),
             max_residents=(None,),
         ),
-        fixed=_fixed(config, models),
+        fixed=() if config.adaptation is None else tuple(map(parse_fix, config.adaptation.fixed)),
     )
 
 
@@ -232,34 +242,18 @@ def _attention(config: CampaignConfig) -> Attention:
     return Attention.FUSED if fused else Attention.EAGER
 
 
-def _fixed(config: CampaignConfig, models: Mapping[str, StageModel]) -> tuple[Fix, ...]:
-    """What was fixed beforehand, and what the training engine leaves no choice of: DeepSpeed has no pipeline
-    for these models.
-    """
-    given = () if config.adaptation is None else tuple(map(parse_fix, config.adaptation.fixed))
-    if config.engines.training != "deepspeed":
-        return given
-    cut = [name for name, stage in models.items() if stage.role != "generation"]
-    return (*given, *(Fix(scope=name, choice=Choice.PP, value=1) for name in cut))
-
-
-def cluster_of(config: CampaignConfig) -> ClusterProfile:
-    """The campaign's GPUs as one node, with the memory that it may use of each."""
-    cluster = ClusterProfile.parse(f"1x{config.cluster.gpus}x{gpu_kind(config)}")
-    if config.cluster.gpu_memory_gb is None:
-        return cluster
-    (pool,) = cluster.pools
-    gpu = replace(pool.gpu, memory_bytes=int(config.cluster.gpu_memory_gb * 1e9))
-    return replace(cluster, pools=(replace(pool, gpu=gpu),))
-
-
-def gpu_kind(config: CampaignConfig) -> str:
-    """The kind of GPU to plan for: as configured, else by the device's own name. Raises ConfigError if
-    unknown.
-    """
-    if config.cluster.gpu_kind is not None:
-        return config.cluster.gpu_kind
-    return kind_of_device(device(config))
+def _engines(config: CampaignConfig, actor: DecoderConfig) -> Engines:
+    """The campaign's engines; what vLLM keeps is counted with its largest cache."""
+    names, serving = config.engines, None
+    if names.generation == "vllm":
+        serving = serving_of(config, actor)
+        serving = replace(serving, kv_cache_bytes=serving.kv_cache_bytes or cache_limit(config))
+    return Engines(
+        training=names.training,
+        generation=names.generation,
+        on_cpu=device(config) == "cpu",
+        serving=serving,
+    )
 
 
 def gpus_of(pool: tuple[PooledGpu, ...]) -> tuple[Gpu, ...]:
@@ -348,8 +342,8 @@ def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, 
             for unit in seated.units(item)
         )
         out[name] = replace(spec, units=units)
-    alike = out[GENERATION].engine == "torch" == out[TRAINING].engine
-    shares = alike and out[GENERATION].units == out[TRAINING].units
+    engines = Engines(training=out[TRAINING].engine, generation=out[GENERATION].engine)
+    shares = engines.share_weights and out[GENERATION].units == out[TRAINING].units
     out[GENERATION] = replace(out[GENERATION], shares=TRAINING if shares else None)
     return with_options(out, seated)
 

@@ -13,7 +13,8 @@ from nereus.planner.step_fit import SeenStep, Sizes, StepFit, fit_steps
 from nereus.planner.workload import ModelStage, Stage
 from nereus.record.metrics import METRICS_FILE, read_records
 from nereus.record.step import StepRecord
-from nereus.tasks.adapt import STAGE_OF_WORK, cluster_of, gpu_kind, request_of
+from nereus.tasks.adapt import STAGE_OF_WORK, request_of
+from nereus.tasks.planned_cluster import cluster_of, gpu_kind
 from nereus.tasks.stages import TRAINING, read_models
 
 

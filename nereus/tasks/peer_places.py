@@ -76,4 +76,4 @@ def _layout_on(spec: StageSpec, ranks: tuple[Rank, ...]) -> Layout:
     home = spec.units[0]
     if len(ranks) >= home.world_size:
         return home.with_ranks(ranks[: home.world_size])
-    return largest_layout(spec.tensors, home, ranks)
+    return largest_layout(spec, home, ranks)

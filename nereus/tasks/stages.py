@@ -9,14 +9,16 @@ from pathlib import Path
 
 from nereus.config import CampaignConfig, PlanConfig
 from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
-from nereus.emu.engines.limits import check_layout
+from nereus.emu.engine_limits import EngineName, check_layout
 from nereus.emu.engines.torch.optimizer import AdamW
-from nereus.emu.engines.vllm.limits import check_runs
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout
-from nereus.emu.stage import EngineName, FromFolder, FromStage, Role, Serving, StageSpec
+from nereus.emu.serving import DEFAULT_SERVING, Serving
+from nereus.emu.stage import FromFolder, FromStage, Role, StageSpec
 from nereus.errors import ConfigError, InvalidLayout, explain
+from nereus.planner.workload import Engines
 from nereus.tasks.device import device
+from nereus.tasks.planned_cluster import cache_limit
 
 TRAINING, GENERATION, CRITIC = "actor.training", "actor.generation", "critic.training"
 REFERENCE, REWARD = "reference.inference", "reward.inference"
@@ -100,19 +102,27 @@ def stages_under(
             recompute=config.models.recompute,
             zero1=optimizer.zero1 and stage.role == "training",
             shares=TRAINING if name == GENERATION and shared else None,
-            serving=serving_of(config, stage.model) if name == GENERATION else Serving(),
+            serving=serving_of(config, stage.model)
+            if engine_of(config, stage.role) == "vllm"
+            else DEFAULT_SERVING,
         )
         for name, stage in models.items()
     }
 
 
 def serving_of(config: CampaignConfig, model: DecoderConfig) -> Serving:
-    """What a generation engine is made for: the longest prompt that is taken with the longest response."""
+    """What a generation engine is made for: the longest prompt that is taken with the longest response.
+
+    With `adaptation` its cache is what plans count on.
+    """
     settings = config.engines.vllm
+    limit = None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9)
+    if limit is None and config.adaptation is not None:
+        limit = cache_limit(config)
     return Serving(
         longest_tokens=min(model.max_positions, config.prompts.max_tokens + config.sampling.max_new_tokens),
         rows=settings.max_sequences,
-        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        kv_cache_bytes=limit,
         eager=settings.eager,
     )
 
@@ -124,7 +134,7 @@ def engine_of(config: CampaignConfig, role: Role) -> EngineName:
 
 def _shares_weights(config: CampaignConfig) -> bool:
     """Whether generation can read the arenas that training writes: both store the weights alike."""
-    return config.engines.generation == "torch" and config.engines.training in ("torch", "deepspeed")
+    return Engines(training=config.engines.training, generation=config.engines.generation).share_weights
 
 
 def _units(
@@ -139,10 +149,7 @@ def _units(
             )
             for at in range(0, stage.num_gpus, size)
         )
-        if engine == "vllm":
-            check_runs(model, units[0], on_cpu=device(config) == "cpu")
-        else:
-            check_layout(engine, model, units[0])
+        check_layout(engine, model, units[0], on_cpu=device(config) == "cpu")
         return units
     except InvalidLayout as error:
         raise ConfigError(f"plan.{name.replace('.', '_')}: {error}") from error

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from nereus.emu.engine_limits import check_layout
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
-from nereus.emu.tensor import ModelSpec
 from nereus.errors import Infeasible, InvalidLayout, explain
 from nereus.tasks.stages import GENERATION, TRAINING
 
@@ -35,23 +35,22 @@ def on_survivors(
     for name, spec in stages.items():
         foreign = (others if name == GENERATION else generation) if apart else frozenset()
         own = tuple(rank for rank in alive if rank not in foreign) or alive
-        out[name] = replace(spec, units=surviving_units(spec.tensors, spec.units, own))
+        out[name] = replace(spec, units=surviving_units(spec, own))
     if out[GENERATION].shares is not None:
         out[GENERATION] = replace(out[GENERATION], units=out[TRAINING].units)
     return out
 
 
-def surviving_units(
-    model: ModelSpec, units: tuple[Layout, ...], alive: tuple[Rank, ...]
-) -> tuple[Layout, ...]:
+def surviving_units(spec: StageSpec, alive: tuple[Rank, ...]) -> tuple[Layout, ...]:
     """Whole units, then new ones of the same size on the other ranks, at most as many as before."""
+    units = spec.units
     whole = [unit for unit in units if set(unit.ranks) <= set(alive) and is_like(unit, units[0])]
     free = [rank for rank in alive if not any(rank in unit.ranks for unit in whole)]
     size = units[0].world_size
     while len(whole) < len(units) and len(free) >= size:
         whole.append(units[0].with_ranks(tuple(free[:size])))
         free = free[size:]
-    return tuple(whole) or (largest_layout(model, units[0], alive),)
+    return tuple(whole) or (largest_layout(spec, units[0], alive),)
 
 
 def is_like(unit: Layout, other: Layout) -> bool:
@@ -59,8 +58,11 @@ def is_like(unit: Layout, other: Layout) -> bool:
     return (unit.tp, unit.layers) == (other.tp, other.layers)
 
 
-def largest_layout(model: ModelSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:
-    """The largest layout of one unit on `alive`, with as much of the old tensor parallelism as possible."""
+def largest_layout(spec: StageSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:
+    """The largest layout of one unit on `alive` that the engine runs, with as much of the old tensor
+    parallelism as possible.
+    """
+    model = spec.tensors
     sizes = [
         (tp, pp)
         for tp in range(1, unit.tp + 1)
@@ -69,7 +71,9 @@ def largest_layout(model: ModelSpec, unit: Layout, alive: tuple[Rank, ...]) -> L
     ]
     for tp, pp in sorted(sizes, key=lambda size: (-size[0] * size[1], -size[0])):
         try:
-            return Layout.make(model, tp=tp, pp=pp, ranks=alive[: tp * pp])
+            layout = Layout.make(model, tp=tp, pp=pp, ranks=alive[: tp * pp])
+            check_layout(spec.engine, spec.model, layout)
         except InvalidLayout:
-            continue  # the heads forbid this tp
+            continue  # the heads forbid this tp, or the engine does
+        return layout
     raise AssertionError("one rank can hold every model")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,12 +10,12 @@ from nereus.planner.candidate_set import CandidateSet, candidate_sets, effective
 from nereus.planner.choose import best_plan
 from nereus.planner.cost import stage_time
 from nereus.planner.fixed import Choice, chosen, parse_fix, parse_fixes
-from nereus.planner.layouts import Space, layouts, tensor_sizes, unit_counts
+from nereus.planner.layouts import Space, tensor_sizes, unit_counts
 from nereus.planner.memory import stage_memory
 from nereus.planner.models import model_shape
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import Option
-from nereus.planner.workload import Algorithm, ModelShapes, ModelStage, Recompute
+from nereus.planner.workload import ModelStage, Recompute
 from tests.planner.plan_requests import request
 
 
@@ -79,18 +77,6 @@ def test_number_of_candidates_does_not_grow_with_the_cluster() -> None:
 )
 def test_tp_divides_the_heads_and_the_node(model: str, cluster: str, sizes: list[int]) -> None:
     assert tensor_sizes(model_shape(model), ClusterProfile.parse(cluster).pools[0]) == sizes
-
-
-def test_equal_parts_bind_what_the_training_engine_runs() -> None:
-    shape = model_shape("qwen2.5-1.5b")  # 12 heads, 2 kv heads
-    pool = ClusterProfile.parse("1x8xH100").pools[0]
-    assert tensor_sizes(shape, pool, equal_parts=True) == [1, 2]
-    asked = replace(request().workload, models=ModelShapes.same(shape, Algorithm.PPO), equal_parts=True)
-    sizes = {
-        stage: set(layouts(stage, asked, pool, Space.GENERAL, ())[0].tolist())
-        for stage in (ModelStage.ACTOR_TRAINING, ModelStage.ACTOR_GENERATION)
-    }
-    assert sizes == {ModelStage.ACTOR_TRAINING: {1, 2}, ModelStage.ACTOR_GENERATION: {1, 2, 4}}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The engines by name. Each is loaded when a model-stage asks for it, so that its extra is needed only then.
 
 Where the next one goes: a package here with `open_trainer` or `open_generator` in its `factory` module, its
-name in the tables below, in `stage.EngineName` and in `config.engines`.
+name in the tables below, in `engine_limits.EngineName` and in `config.engines`.
 """
 
 from __future__ import annotations

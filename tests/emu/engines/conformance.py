@@ -21,12 +21,14 @@ from torch import Tensor
 
 from nereus.emu.batch import PromptBatch, Sampling
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engine_limits import EngineName
 from nereus.emu.engines.protocol import GenerateEngine
 from nereus.emu.engines.registry import open_generator
 from nereus.emu.groups import Generation
 from nereus.emu.layout import Layout
+from nereus.emu.serving import Serving
 from nereus.emu.source import fill
-from nereus.emu.stage import EngineName, FromStage, Serving, StageSpec
+from nereus.emu.stage import FromStage, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.tensor import Box
 from tests.emu.engines.generate_cases import alone, arrays, make_prompts

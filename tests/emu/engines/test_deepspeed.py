@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.engines.limits import check_layout
+from nereus.emu.engine_limits import check_layout
 from nereus.emu.layout import Layout
 from nereus.errors import InvalidLayout
 from tests.emu.engines import training_conformance as conformance

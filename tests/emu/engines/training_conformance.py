@@ -23,6 +23,7 @@ from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decision import Decision, Outcome
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engine_limits import EngineName
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.kinds import training_kinds
@@ -30,7 +31,7 @@ from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.optimizer_slices import optimizer_stage
 from nereus.emu.reshard import ReshardPlan, plan_reshard
-from nereus.emu.stage import EngineName, FromFolder, FromMemory, StageSpec
+from nereus.emu.stage import FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.tensor import Box
 from nereus.emu.timings import Observed

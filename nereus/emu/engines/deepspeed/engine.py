@@ -24,10 +24,10 @@ from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.arena import Arena, ShardState
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engine_limits import check_layout
 from nereus.emu.engines.deepspeed.process import DeepSpeedProcess, initialize
 from nereus.emu.engines.deepspeed.step import StepOptimizer
 from nereus.emu.engines.deepspeed.trunk import Binding, make_trunk
-from nereus.emu.engines.limits import check_layout
 from nereus.emu.engines.megatron.rows import Rows
 from nereus.emu.engines.torch.accumulate import add_sums, on_device
 from nereus.emu.engines.torch.clock import Clock

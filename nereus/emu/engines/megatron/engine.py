@@ -20,7 +20,7 @@ from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.arena import Arena, ShardState
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig
-from nereus.emu.engines.limits import check_layout
+from nereus.emu.engine_limits import check_layout
 from nereus.emu.engines.megatron.groups import collection
 from nereus.emu.engines.megatron.model import (
     bind,

@@ -23,13 +23,14 @@ import torch
 
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling
+from nereus.emu.engine_limits import check_layout
 from nereus.emu.engines.rollouts import check_prompts, padded, side_by_side
 from nereus.emu.engines.vllm import process
-from nereus.emu.engines.vllm.limits import CPU_CACHE_BYTES, cache_bytes, check_runs
 from nereus.emu.engines.vllm.own_world import OwnWorld
 from nereus.emu.engines.vllm.weights import checkpoint_tensors, gather_vocabularies
 from nereus.emu.groups import backend_for
 from nereus.emu.layout import shard
+from nereus.emu.serving import CPU_CACHE_BYTES, cache_bytes
 from nereus.emu.stage import StageSpec
 from nereus.emu.unit_groups import UnitGroups
 from nereus.errors import DataError, explain
@@ -46,7 +47,7 @@ class VllmGenerator:
     """A `GenerateEngine`. Construction and every call but `close` are collective over the unit."""
 
     def __init__(self, spec: StageSpec, groups: UnitGroups, *, device: torch.device) -> None:
-        check_runs(spec.model, groups.layout, on_cpu=device.type == "cpu")
+        check_layout("vllm", spec.model, groups.layout, on_cpu=device.type == "cpu")
         self.spec, self.groups, self.device = spec, groups, device
         mine = shard(spec.tensors, groups.layout, groups.rank)
         self._state = ShardState.empty(mine, {"theta": TORCH_DTYPE[spec.model.dtype]}, device)
@@ -165,7 +166,8 @@ class VllmGenerator:
             limit = torch.cuda.mem_get_info(self.device)[0] // 2 if cuda else CPU_CACHE_BYTES
         return cache_bytes(
             self.spec.model,
-            self.groups.layout,
+            self.groups.layout.tp,
+            max(self.groups.layout.layers),
             longest_tokens=self._longest,
             rows=serving.rows,
             limit_bytes=limit,

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nereus.emu.arena import Arena
+from nereus.emu.engine_limits import VOCAB_MULTIPLE
 from nereus.emu.layout import Layout, Piece
 from nereus.emu.tensor import Interval, ModelSpec, Vocab, whole
 from nereus.emu.unit_groups import UnitGroups
-
-VOCAB_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this before it cuts it
 
 
 def checkpoint_tensors(
