@@ -34,6 +34,15 @@ def test_a_span_counts_for_the_call_that_runs_and_for_no_other() -> None:
     assert timings.take() == {}
 
 
+def test_a_span_inside_one_of_the_same_name_counts_once() -> None:
+    timings = Timings(device=CPU)
+    began = time.perf_counter()
+    with timings.of("a"), span("tensor_parallel"), span("tensor_parallel"):
+        time.sleep(0.02)
+    took_s = time.perf_counter() - began
+    assert 0.02 <= timings.take()["a"]["tensor_parallel"] <= took_s
+
+
 def test_a_call_that_raises_is_not_counted() -> None:
     timings = Timings(device=CPU)
     with pytest.raises(ValueError, match="no"), timings.of("a"):

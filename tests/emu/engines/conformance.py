@@ -7,6 +7,7 @@ Letters as in `emu.batch`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,11 +94,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What the process held after a layout was closed, and what building and closing it took."""
+    """What the process held after a layout was closed, and what building and closing it took.
+
+    `shared` is mapped from shared memory; `segments` lie there under the process's id, mapped or not.
+    """
 
     rss_bytes: int
     num_files: int
     shared: tuple[str, ...]
+    segments: tuple[str, ...]
     build_s: float
     close_s: float
 
@@ -181,6 +186,7 @@ def holdings(build_s: float, close_s: float) -> Held:
         rss_bytes=process.memory_info().rss,
         num_files=process.num_fds(),
         shared=tuple(sorted({line.split()[5] for line in maps if "/dev/shm/" in line})),
+        segments=tuple(sorted(name for name in os.listdir("/dev/shm") if str(os.getpid()) in name)),
         build_s=build_s,
         close_s=close_s,
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from nereus.emu.decoder import decoder_spec
-from nereus.emu.engines.vllm.own_world import OwnWorld
+from nereus.emu.engines.own_world import OwnWorld
 from nereus.emu.groups import Generation
 from nereus.emu.layout import Layout
 from nereus.emu.store import StoreAddress

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -73,12 +74,16 @@ def held(rank: int, stage: str) -> dict[str, list[tuple[str, Box, Any]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a process holds: resident bytes, open descriptors, threads, process groups."""
+    """What a process holds: resident bytes, open descriptors, threads, process groups, shared memory; and the
+    segments that lie in the machine's.
+    """
 
     resident_bytes: int
     descriptors: int
     threads: int
     groups: int
+    shared: tuple[str, ...]
+    segments: tuple[str, ...]
 
 
 def footprint(rank: int) -> Footprint:
@@ -90,7 +95,14 @@ def footprint(rank: int) -> Footprint:
         descriptors=me.num_fds(),
         threads=me.num_threads(),
         groups=len(dist.distributed_c10d._world.pg_map),
+        shared=tuple(sorted(part.path for part in me.memory_maps() if part.path.startswith("/dev/shm/"))),
+        segments=mine_in_shared_memory(),
     )
+
+
+def mine_in_shared_memory() -> tuple[str, ...]:
+    """Names in the machine's shared memory that hold this process's id; those of others are not ours."""
+    return tuple(sorted(name for name in os.listdir("/dev/shm") if str(os.getpid()) in name))
 
 
 class Trainers:
@@ -264,11 +276,7 @@ def check_scores(trainers: Trainers, subject: Subject, cut: Cut) -> None:
     rewards_b = trainers.rewards(oracle, batch) if is_value else None
     trainers.build(spec)
     for rows in (1, 3, 100):
-        found = trainers.score(spec, batch, rows)
-        for one, other in ((found.logprobs_bt, expected.logprobs_bt), (found.values_bt, expected.values_bt)):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                torch.testing.assert_close(one, other, atol=SCORES, rtol=0)
+        _assert_same_scores(trainers.score(spec, batch, rows), expected)
     if rewards_b is not None:
         torch.testing.assert_close(trainers.rewards(spec, batch), rewards_b, atol=SCORES, rtol=0)
 
@@ -311,28 +319,33 @@ def check_steps(trainers: Trainers, subject: Subject, cut: Cut) -> None:
     _assert_same_metrics(found[1], expected[1])
 
 
-def check_transition(trainers: Trainers, subject: Subject, before: Cut, after: Cut) -> None:
-    """A transition after three of five steps moves every bit, and the steps after it are the oracle's."""
-    old, new, oracle = subject.under(before), subject.under(after), subject.oracle()
+def check_transitions(trainers: Trainers, subject: Subject, route: Sequence[Cut]) -> None:
+    """Three of five steps under the first cut, the others under those that follow: every transition moves
+    every bit, and scores and steps after it are the oracle's.
+    """
+    oracle, all_batches = subject.oracle(), batches(5)
     straight, wanted = _after(trainers, oracle, 5)
-    trainers.build(old)
-    metrics = trainers.train(old, batches(5)[:3])
-    moved_from = trainers.state(old)
-    placed = trainers.change(old, new, step_count=3)
-    moved_to = trainers.state(placed)
-    for kind, tensors in moved_from.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(moved_to[kind][name], tensor), f"{kind} of {name} changed on the way"
-    scores = trainers.score(placed, batches(1)[0].batch)
-    metrics += trainers.train(placed, batches(5)[3:])
-    _assert_near(trainers.state(placed)["theta"], straight["theta"], WEIGHTS)
+    spec, parts = subject.under(route[0]), _parts(all_batches[3:], len(route) - 1)
+    trainers.build(spec)
+    metrics, scores = trainers.train(spec, all_batches[:3]), []
+    for cut, part in zip(route[1:], parts, strict=True):
+        before = trainers.state(spec)
+        spec = trainers.change(spec, subject.under(cut), step_count=len(metrics))
+        _assert_same_bits(trainers.state(spec), before)
+        scores.append(trainers.score(spec, all_batches[0].batch))
+        metrics += trainers.train(spec, part)
+    _assert_near(trainers.state(spec)["theta"], straight["theta"], WEIGHTS)
     _assert_same_metrics(metrics, wanted)
     trainers.build(oracle)
-    trainers.train(oracle, batches(5)[:3])
-    expected = trainers.score(oracle, batches(1)[0].batch)
-    for one, other in ((scores.logprobs_bt, expected.logprobs_bt), (scores.values_bt, expected.values_bt)):
-        if one is not None and other is not None:
-            torch.testing.assert_close(one, other, atol=SCORES, rtol=0)
+    trainers.train(oracle, all_batches[:3])
+    for part, found in zip(parts, scores, strict=True):
+        _assert_same_scores(found, trainers.score(oracle, all_batches[0].batch))
+        trainers.train(oracle, part)
+
+
+def _parts(left: list[TrainBatch], num: int) -> list[list[TrainBatch]]:
+    """The batches in so many parts, of one each but the last."""
+    return [*([batch] for batch in left[: num - 1]), left[num - 1 :]]
 
 
 def check_observed(trainers: Trainers, subject: Subject) -> None:
@@ -352,7 +365,7 @@ def check_observed(trainers: Trainers, subject: Subject) -> None:
 def check_rebuilds(
     trainers: Trainers, subject: Subject, cuts: tuple[Cut, Cut], *, num: int = 20, growth_bytes: int
 ) -> None:
-    """`num` rebuilds, alternating between two cuts, leave no descriptor, thread or group behind.
+    """`num` rebuilds, alternating between two cuts, leave no descriptor, thread, group or shared memory.
 
     The first four warm allocators and caches up. After them a process may grow by `growth_bytes`, the noise
     of an allocator, where keeping the state of each rebuild would take several times as much. The largest
@@ -375,6 +388,7 @@ def check_rebuilds(
         assert last.descriptors <= first.descriptors + 2, (
             f"worker {rank}: descriptors {first.descriptors} -> {last.descriptors}"
         )
+        assert (last.shared, last.segments) == (first.shared, first.segments), f"worker {rank}: shared memory"
         steps = [b.resident_bytes - a.resident_bytes for a, b in pairwise(all_of[1:])]
         grown = sum(steps) - max(steps)
         assert grown <= growth_bytes, f"worker {rank}: grew by {grown / 1e6:.1f} MB"
@@ -384,6 +398,19 @@ def _after(trainers: Trainers, spec: StageSpec, num_steps: int) -> tuple[State, 
     trainers.build(spec)
     metrics = trainers.train(spec, batches(num_steps))
     return trainers.state(spec), metrics
+
+
+def _assert_same_scores(found: Scores, expected: Scores) -> None:
+    for one, other in ((found.logprobs_bt, expected.logprobs_bt), (found.values_bt, expected.values_bt)):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, atol=SCORES, rtol=0)
+
+
+def _assert_same_bits(found: State, expected: State) -> None:
+    for kind, tensors in expected.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(found[kind][name], tensor), f"{kind} of {name} changed on the way"
 
 
 def _assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from nereus.emu.engine_limits import check_layout
 from nereus.emu.engines.deepspeed.process import DeepSpeedProcess, initialize
 from nereus.emu.engines.deepspeed.step import StepOptimizer
 from nereus.emu.engines.deepspeed.trunk import Binding, make_trunk
-from nereus.emu.engines.megatron.rows import Rows
+from nereus.emu.engines.padded_rows import Rows
+from nereus.emu.engines.timed_sums import timed_sums
 from nereus.emu.engines.torch.accumulate import add_sums, on_device
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import head_scores
@@ -36,7 +36,7 @@ from nereus.emu.engines.torch.model import embed
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
-from nereus.emu.engines.torch.score import by_length, present, told
+from nereus.emu.engines.torch.scored import Limit, Read, Scored, last_values
 from nereus.emu.engines.torch.shard_arenas import ShardArenas
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
 from nereus.emu.layout import Layout
@@ -142,17 +142,15 @@ class DeepSpeedTrainer:
         entropy: bool = False,
     ) -> Scores:
         """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
-        kbt = self._forward(
-            batch, (micro_batch_rows, micro_batch_tokens), temperature=temperature, entropy=entropy
-        )
-        return told(kbt, self._config.head, entropy=entropy)
+        limit = (micro_batch_rows, micro_batch_tokens)
+        return self._forward(batch, limit, temperature=temperature, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
     ) -> Tensor:
         """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
         limit = (micro_batch_rows, micro_batch_tokens)
-        return self._forward(batch, limit, temperature=1.0, entropy=False, read="last")[0, :, 0]
+        return last_values(self._forward(batch, limit, read="last"))
 
     def close(self) -> None:
         """Let DeepSpeed's engine go, and the unit's world with it."""
@@ -169,7 +167,7 @@ class DeepSpeedTrainer:
         assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
         clock = Clock(self._device)
         with self._process.entered():
-            with clock.phase("forward_backward"):
+            with clock.phase("forward_backward"), timed_sums():
                 self._grad.flat.zero_()
                 self._binding.bind_gradients()
                 self._engine.train()
@@ -194,26 +192,19 @@ class DeepSpeedTrainer:
     def _forward(
         self,
         batch: TokenBatch,
-        limit: tuple[int, int | None],
+        limit: Limit,
         *,
-        temperature: float,
-        entropy: bool,
-        read: Literal["response", "last"] = "response",
-    ) -> Tensor:
-        """Float32 [k, b, t] on the CPU of every rank: log-probabilities, then entropy if asked; or values."""
-        num_kinds = 2 if entropy and self._config.head == "lm" else 1
-        num_columns = batch.max_response if read == "response" else 1
-        out_kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=self._device)
-        if batch.num_rows == 0:
-            return out_kbt.cpu()
-        with torch.no_grad(), self._process.entered():
+        temperature: float = 1.0,
+        entropy: bool = False,
+        read: Read = "response",
+    ) -> Scores:
+        """Log-probabilities, and entropy if asked, or values; on the CPU of every rank."""
+        scored = Scored(batch, self._config.head, self._device, entropy=entropy, read=read)
+        with torch.no_grad(), self._process.entered(), timed_sums():
             self._engine.eval()
-            for rows_c in by_length(batch, *limit):
-                packed = pack(batch.select(rows_c).trimmed(), read).to(self._device)
-                scores = self._scores(packed, temperature=temperature, entropy=entropy)
-                for kind, part_ct in enumerate(present(scores)):
-                    out_kbt[kind, rows_c.to(self._device), : part_ct.shape[1]] = part_ct
-        return out_kbt.cpu()
+            for rows_c, packed in scored.micro_batches(limit):
+                scored.put(rows_c, self._scores(packed, temperature=temperature, entropy=entropy))
+        return scored.shared(self._groups)
 
     def _scores(self, packed: Packed, *, temperature: float, entropy: bool) -> Scores:
         """One micro-batch through embedding, trunk and head. Padding is on the right: causality hides it."""

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from nereus.emu.engines.vllm.own_world import OwnWorld
+from nereus.emu.engines.own_world import OwnWorld
 from nereus.emu.groups import backend_for
 from nereus.emu.unit_groups import UnitGroups
 

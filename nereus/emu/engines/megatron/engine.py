@@ -10,10 +10,8 @@ checkpoints know nothing of Megatron; only the storage order of qkv differs (`St
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
@@ -30,8 +28,8 @@ from nereus.emu.engines.megatron.model import (
     uses_transformer_engine,
 )
 from nereus.emu.engines.megatron.process import MegatronProcess
-from nereus.emu.engines.megatron.rows import Rows
 from nereus.emu.engines.megatron.schedule import Schedule
+from nereus.emu.engines.padded_rows import Rows
 from nereus.emu.engines.protocol import TORN
 from nereus.emu.engines.torch.accumulate import add_sums, on_device
 from nereus.emu.engines.torch.clock import Clock
@@ -39,7 +37,7 @@ from nereus.emu.engines.torch.forward import head_scores
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
-from nereus.emu.engines.torch.score import by_length, present, told
+from nereus.emu.engines.torch.scored import Limit, Read, Scored, last_values
 from nereus.emu.engines.torch.shard_arenas import ShardArenas
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
@@ -111,17 +109,15 @@ class MegatronEngine:
         entropy: bool = False,
     ) -> Scores:
         """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
-        kbt = self._forward(
-            batch, (micro_batch_rows, micro_batch_tokens), temperature=temperature, entropy=entropy
-        )
-        return told(kbt, self._config.head, entropy=entropy)
+        limit = (micro_batch_rows, micro_batch_tokens)
+        return self._forward(batch, limit, temperature=temperature, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
     ) -> Tensor:
         """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
         limit = (micro_batch_rows, micro_batch_tokens)
-        return self._forward(batch, limit, temperature=1.0, entropy=False, read="last")[0, :, 0]
+        return last_values(self._forward(batch, limit, read="last"))
 
     def close(self) -> None:
         """Free Megatron's scratch memory and what it caches by module."""
@@ -172,35 +168,28 @@ class MegatronEngine:
     def _forward(
         self,
         batch: TokenBatch,
-        limit: tuple[int, int | None],
+        limit: Limit,
         *,
-        temperature: float,
-        entropy: bool,
-        read: Literal["response", "last"] = "response",
-    ) -> Tensor:
-        """Float32 [k, b, t] on the CPU of every rank: log-probabilities, then entropy if asked; or values."""
-        num_kinds = 2 if entropy and self._config.head == "lm" else 1
-        num_columns = batch.max_response if read == "response" else 1
-        out_kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=self._device)
-        if batch.num_rows == 0:
-            return out_kbt.cpu()
-        places = list(by_length(batch, *limit))
-        packed = [pack(batch.select(rows_c).trimmed(), read).to(self._device) for rows_c in places]
-        rows = [Rows.of(one) for one in packed]
+        temperature: float = 1.0,
+        entropy: bool = False,
+        read: Read = "response",
+    ) -> Scores:
+        """Log-probabilities, and entropy if asked, or values; on the CPU of every rank."""
+        scored = Scored(batch, self._config.head, self._device, entropy=entropy, read=read)
+        parts = list(scored.micro_batches(limit))
+        rows = [Rows.of(packed) for _, packed in parts]
 
         def keep(number: int, hidden_nh: Tensor) -> Tensor:
+            places_c, packed = parts[number]
             hidden_mh = take_rows(hidden_nh, rows[number].select_m)
-            scores = self._scores(packed[number], hidden_mh, temperature=temperature, entropy=entropy)
-            for kind, part_ct in enumerate(present(scores)):
-                out_kbt[kind, places[number].to(self._device), : part_ct.shape[1]] = part_ct
-            return out_kbt.new_zeros(())
+            scored.put(places_c, self._scores(packed, hidden_mh, temperature=temperature, entropy=entropy))
+            return hidden_nh.new_zeros((), dtype=torch.float32)
 
         with torch.no_grad(), self._process.entered():
             self._model.eval()
-            self._schedule.run(rows, keep, forward_only=True)
-            if self._groups.pp is not None:
-                dist.broadcast(out_kbt, group=self._groups.pp, group_src=self._groups.layout.pp - 1)
-        return out_kbt.cpu()
+            if rows:
+                self._schedule.run(rows, keep, forward_only=True)
+            return scored.shared(self._groups)
 
     def _scores(self, packed: Packed, hidden_mh: Tensor, *, temperature: float, entropy: bool) -> Scores:
         weight, (start, stop) = self._model.output_layer.weight, self._vocab

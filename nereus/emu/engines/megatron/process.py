@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import random as megatron_random
@@ -29,7 +28,7 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
-from nereus.emu.engines.torch.clock import span
+from nereus.emu.engines.timed_sums import timed_sums
 
 
 class _NoRandomness:
@@ -57,28 +56,6 @@ class _CpuInsteadOfCuda(TorchFunctionMode):
         if kwargs and str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **(kwargs or {}))
-
-
-class _InFlight:
-    """A sum that Megatron lets run beside a product: the wait at its end counts as communication."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def wait(self) -> bool:
-        with span("tensor_parallel"):
-            return self._work.wait()
-
-
-def _timed(all_reduce: Callable[..., dist.Work | None]) -> Callable[..., _InFlight | None]:
-    """`all_reduce` that tells the running clock; all sums within Megatron are tensor-parallel ones."""
-
-    def told(*args: Any, **kwargs: Any) -> _InFlight | None:
-        with span("tensor_parallel"):
-            work = all_reduce(*args, **kwargs)
-        return None if work is None else _InFlight(work)
-
-    return told
 
 
 @contextmanager
@@ -114,7 +91,7 @@ class MegatronProcess:
                 )
             )
             hold(_set(parallel_state, _GLOBAL_MEMORY_BUFFER=self._buffer))
-            hold(_set(dist, all_reduce=_timed(dist.all_reduce)))
+            hold(timed_sums())
             if building:
                 hold(warnings.catch_warnings(action="ignore"))  # of what is absent; `nereus doctor` tells
                 hold(_set(torch.cuda, current_device=lambda: torch.device("meta")))

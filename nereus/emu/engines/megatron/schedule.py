@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from nereus.emu.engines.megatron.rows import Rows
+from nereus.emu.engines.padded_rows import Rows
 
 Finish = Callable[[int, Tensor], Tensor]
 

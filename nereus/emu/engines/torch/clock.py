@@ -6,6 +6,7 @@ a GPU has one of its own. On a GPU a span is measured by events on its stream, w
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,16 @@ from nereus.emu.tracing import recording
 COLLECTIVES = ("tensor_parallel", "data_parallel")
 
 _running: list[Clock] = []
+
+
+class _Open(threading.local):
+    """The names of the spans that this thread is in."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_open = _Open()
 
 
 class Clock:
@@ -75,14 +86,21 @@ def _event() -> torch.cuda.Event:
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Tell the clock that runs, if one does, how long the body takes; a body that raises is not told of."""
-    if not _running:
+    """Tell the clock that runs, if one does, how long the body takes; a body that raises is not told of.
+
+    A span inside one of the same name is part of it.
+    """
+    if not _running or name in _open.names:
         yield
         return
     clock, recorder = _running[-1], recording()
     start_ns = 0 if recorder is None else recorder.begin(name)
     begun = clock.begin()
-    yield
+    _open.names.append(name)
+    try:
+        yield
+    finally:
+        _open.names.remove(name)
     clock.end(name, begun)
     if recorder is not None:
         recorder.end(name, "collective" if name in COLLECTIVES else "unit", start_ns)

@@ -24,7 +24,8 @@ from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.rope import RopeTable
-from nereus.emu.engines.torch.score import score, told
+from nereus.emu.engines.torch.score import score
+from nereus.emu.engines.torch.scored import last_values
 from nereus.emu.engines.torch.shard_arenas import ShardArenas
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
 from nereus.emu.layout import Layout
@@ -103,32 +104,15 @@ class TorchEngine:
         The value of a response token is the critic's estimate before it is produced, read off the same hidden
         state as its log-probability.
         """
-        kbt = score(
-            self._stage,
-            self._groups,
-            batch,
-            micro_batch_rows=micro_batch_rows,
-            micro_batch_tokens=micro_batch_tokens,
-            temperature=temperature,
-            entropy=entropy,
-        )
-        return told(kbt, self._config.head, entropy=entropy)
+        limit = (micro_batch_rows, micro_batch_tokens)
+        return score(self._stage, self._groups, batch, limit, temperature=temperature, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
     ) -> Tensor:
         """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
-        kbt = score(
-            self._stage,
-            self._groups,
-            batch,
-            micro_batch_rows=micro_batch_rows,
-            micro_batch_tokens=micro_batch_tokens,
-            temperature=1.0,
-            entropy=False,
-            read="last",
-        )
-        return kbt[0, :, 0]
+        limit = (micro_batch_rows, micro_batch_tokens)
+        return last_values(score(self._stage, self._groups, batch, limit, read="last"))
 
     def close(self) -> None:
         """Nothing is held beside the state and the gradients, which go with the engine."""

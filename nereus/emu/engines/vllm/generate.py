@@ -24,9 +24,9 @@ import torch
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling
 from nereus.emu.engine_limits import check_layout
+from nereus.emu.engines.own_world import OwnWorld
 from nereus.emu.engines.rollouts import check_prompts, padded, side_by_side
 from nereus.emu.engines.vllm import process
-from nereus.emu.engines.vllm.own_world import OwnWorld
 from nereus.emu.engines.vllm.weights import checkpoint_tensors, gather_vocabularies
 from nereus.emu.groups import backend_for
 from nereus.emu.layout import shard

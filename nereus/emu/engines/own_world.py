@@ -1,8 +1,9 @@
 """A world of torch.distributed that belongs to one engine, beside the one that the worker has.
 
-vLLM keeps its process groups in globals and takes the default world for its own: ranks 0 to tp*pp - 1. A
-worker lives in a default world of all workers, which changes with every generation. So the engine gets a
-registry of groups of its own, put in place of torch's while the engine runs, and unseen by all others.
+vLLM and DeepSpeed keep their process groups in globals and take the default world for their own: ranks 0 to
+tp*pp - 1. A worker lives in a default world of all workers, which changes with every generation. So such an
+engine gets a registry of groups of its own, put in place of torch's while the engine runs, and unseen by all
+others.
 """
 
 from __future__ import annotations

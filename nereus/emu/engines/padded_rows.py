@@ -1,9 +1,9 @@
-"""One micro-batch as Megatron reads it: whole rows side by side, and which places of them are scored.
+"""One micro-batch as whole rows side by side, for engines whose attention knows no packing.
 
 Letters: b rows, s row width, m tokens whose hidden state is used.
 
-Megatron's local attention knows no packing, so rows keep their padding. It is on the right, and the causal
-mask hides it from every token that counts.
+Megatron's local attention and the decoders that DeepSpeed runs read rows with their padding. It is on the
+right, and the causal mask hides it from every token that counts.
 """
 
 from __future__ import annotations
