@@ -31,7 +31,8 @@ from nereus.emu.decision import Decision
 from nereus.emu.device_memory import free_bytes, take_peak_bytes
 from nereus.emu.engines.feeding import Fed, FeedEngine
 from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
-from nereus.emu.engines.registry import open_generator, open_trainer
+from nereus.emu.engines.registry import REJOINING, open_generator, open_trainer
+from nereus.emu.engines.rejoining import RejoiningEngine, agreed, made_alike
 from nereus.emu.executor import Executor
 from nereus.emu.groups import Generation, backend_for
 from nereus.emu.hf_folder import HFSource
@@ -144,10 +145,14 @@ class Worker:
     def build(self, spec: StageSpec) -> int:
         """Make and fill this worker's shard of a model-stage; returns the bytes of its state, 0 without one.
 
-        Collective over the generation, since groups are made here.
+        An engine that is dear to make goes on where its unit is as it was. Collective over the generation,
+        since groups are made here.
         """
         assert self._generation is not None, "a worker joins a generation before it builds"
         groups = self._generation.unit_groups(spec.units, model=spec.tensors)
+        if groups is not None and self._rejoins(spec, groups):
+            self._specs[spec.name] = spec
+            return self._generators[spec.name].state.num_bytes
         self._forget(spec.name)
         if groups is None:
             self.participant.live.pop(spec.name, None)
@@ -161,6 +166,22 @@ class Worker:
         self._engines[spec.name] = engine
         self._keep(spec, engine.state)
         return engine.state.num_bytes
+
+    def _rejoins(self, spec: StageSpec, groups: UnitGroups) -> bool:
+        """Let the engine of a model-stage go on, if every rank of the unit has one made for this unit.
+
+        Collective over the unit where the engine is of that kind: a peer may have lost its own to a failure.
+        """
+        if spec.engine not in REJOINING:
+            return False
+        held, old = self._generators.get(spec.name), self._specs.get(spec.name)
+        fits = old is not None and made_alike(old, spec, self.rank)
+        engine: object = held if fits else None
+        if not agreed(isinstance(engine, RejoiningEngine), groups, self.device):
+            return False
+        assert isinstance(engine, RejoiningEngine), "this rank said so"
+        engine.rejoin(groups)
+        return True
 
     def _keep(self, spec: StageSpec, state: ShardState) -> None:
         """Let transitions move the state: as one, or weights and optimizer apart where units share it."""

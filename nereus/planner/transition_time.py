@@ -35,13 +35,15 @@ class FixedCosts:
     """Seconds of a transition that no byte explains: votes, decision, new process groups, engines anew.
 
     `moving_factor` is measured over predicted seconds of moving the bytes: messages, packing.
-    `restart_s` is what it takes instead when no live GPU holds some state, or old and new state fit nowhere:
-    all stops, and resumes from the last checkpoint under the new plan. Without `in_place` every change is a
-    restart.
+    `generation_s` comes on top where a unit of generation is made: an engine that is dear to make, whose
+    layout is fixed. `restart_s` is what it takes instead when no live GPU holds some state, or old and new
+    state fit nowhere: all stops, and resumes from the last checkpoint under the new plan. Without `in_place`
+    every change is a restart.
     """
 
     transition_s: float
     restart_s: float
+    generation_s: float = 0.0
     moving_factor: float = 1.0
     in_place: bool = True
 
@@ -89,10 +91,22 @@ def transition_cost(
     except (NoSource, InvalidOperation, Infeasible) as error:
         return _restart(fixed, str(error))
     num_operations = sum(len(chain.operations) for chain in graph.chains)
+    makes_generation = _serving(after) - _serving(before)
+    fixed_s = fixed.transition_s + (fixed.generation_s if makes_generation else 0.0)
     return TransitionCost(
         moving_s=fixed.moving_factor * plan.makespan_s,
-        fixed_s=fixed.transition_s if num_operations else 0.0,
+        fixed_s=fixed_s if num_operations or makes_generation else 0.0,
         num_operations=num_operations,
+    )
+
+
+def _serving(seated: Seated) -> frozenset[Layout]:
+    """The units of generation."""
+    return frozenset(
+        Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers)
+        for item in seated.plan.assignments
+        if item.model_stage is ModelStage.ACTOR_GENERATION
+        for ranks in seated.units(item)
     )
 
 

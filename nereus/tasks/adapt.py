@@ -62,7 +62,8 @@ PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
 """What the planner takes an algorithm for by its model-stages; all others need those of GRPO."""
 # Before anything was measured: votes, decision, a new generation, engines anew on this machine's CPUs.
 TRANSITION_S, RESTART_S = 0.3, 10.0
-# Beside it, what ends an engine and makes it anew around no weights: vLLM's profile, cache, groups.
+# Beside it, what ends an engine and makes it anew around no weights, where a unit of generation changes:
+# vLLM's profile, cache, groups.
 REBUILD_S: Mapping[str, float] = {"torch": 0.0, "vllm": 6.0}
 STAGE_OF_WORK = {
     "generate": Stage.GENERATION,
@@ -185,7 +186,7 @@ def _best_step_s(controller: Controller, signals: Signals) -> float | None:
 def costs_of(config: CampaignConfig) -> FixedCosts:
     """What a transition takes beside its bytes, with the engines of this campaign."""
     rebuild_s = REBUILD_S[config.engines.generation]
-    return FixedCosts(transition_s=TRANSITION_S + rebuild_s, restart_s=RESTART_S + rebuild_s)
+    return FixedCosts(transition_s=TRANSITION_S, restart_s=RESTART_S + rebuild_s, generation_s=rebuild_s)
 
 
 def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_tokens: int) -> PlanRequest:

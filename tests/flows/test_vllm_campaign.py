@@ -74,6 +74,40 @@ def test_ppo_generates_by_vllm_at_tp_1_then_2_then_on_two_units_as_by_torch(
         assert [r.stats[name] for r in one] == pytest.approx([r.stats[name] for r in other], abs=1e-3)
 
 
+@pytest.mark.vllm
+def test_a_transition_of_training_alone_leaves_vllms_engine_as_it_is(
+    make_config: Make, wide_model: Path
+) -> None:
+    pytest.importorskip("vllm", reason="needs the vllm extra", exc_type=ImportError)
+
+    def placed(training: dict[str, Any], gpu: int) -> dict[str, Any]:
+        return {"actor_training": training, "actor_generation": {"tp": 1, "gpus": [gpu]}}
+
+    two = {"tp": 2, "gpus": [0, 1]}
+    parts = {
+        "models": {"actor": str(wide_model)},
+        "steps": 3,
+        "checkpoint": {"every_steps": 0},
+        "cluster": {"gpus": 3, "device": "cpu", "timeout_s": 600},
+        "plan": placed({"tp": 1, "gpus": [0]}, 2),
+        "changes": [
+            {"before_step": 1, "plan": placed(two, 2)},
+            {"before_step": 2, "plan": placed(two, 1)},
+        ],
+    }
+    runs = {
+        engine: campaign(make_config(name=engine, engines={"generation": engine}, **parts))
+        for engine in ("torch", "vllm")
+    }
+    training, generation = read_transitions(runs["vllm"].run_folder)
+    print("transition of training", training.seconds, "s, of generation", generation.seconds, "s")
+    # An engine takes seconds of CPU to make; without one there are groups, arenas and a weight sync.
+    assert training.seconds < 0.5 * generation.seconds
+    one, other = (read_records(runs[engine].metrics) for engine in ("torch", "vllm"))
+    assert [record.response_tokens for record in one] == [record.response_tokens for record in other]
+    assert [r.reward_mean for r in one] == pytest.approx([r.reward_mean for r in other], abs=1e-6)
+
+
 def test_a_model_that_vllm_cannot_run_is_refused_before_a_worker_starts(make_config: Make) -> None:
     with pytest.raises(ConfigError, match="head_dim 32, 64"):
         prepare_campaign(make_config(engines={"generation": "vllm"}))

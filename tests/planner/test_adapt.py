@@ -22,7 +22,7 @@ from nereus.planner.seating import seat, shapes_of
 from nereus.planner.signals import Gpu, Signals, Switch
 from nereus.planner.transition_time import FixedCosts, state_bytes, transition_cost
 from nereus.planner.triggers import Cause
-from nereus.planner.workload import Algorithm
+from nereus.planner.workload import Algorithm, Stage
 from tests.planner.plan_requests import request
 
 JOB = request("2x8xH100", batch=512, algorithm=Algorithm.GRPO)
@@ -209,6 +209,23 @@ def test_a_transition_costs_nothing_to_itself_and_a_restart_without_a_source() -
     assert moved.from_checkpoint is None
     assert moved.moving_s > 0
     assert moved.fixed_s == 1.0
+
+
+def test_an_engine_that_is_dear_to_make_is_charged_where_a_unit_of_generation_is_made() -> None:
+    made, models = controller(), JOB.workload.models
+    seated, _ = first(made, signals(0))
+    dear = replace(COSTS, generation_s=6.0)
+    other, _ = first(made, signals(0, gpus=pool(2, 3)))
+    gpus = pool(0, 1, 2, 3)
+    assert transition_cost(seated, other, gpus, models, "bfloat16", dear).fixed_s == 7.0
+    fewer = tuple(
+        replace(item, dp=1, ranks=item.units[0]) if item.model_stage.stage is Stage.INFERENCE else item
+        for item in seated.plan.assignments
+    )
+    shrunk = replace(seated, plan=replace(seated.plan, assignments=fewer))
+    elsewhere = transition_cost(seated, shrunk, gpus, models, "bfloat16", dear)
+    assert elsewhere.num_operations > 0
+    assert elsewhere.fixed_s == 1.0
 
 
 def test_a_slower_network_reaches_the_plan_through_the_calibration() -> None:

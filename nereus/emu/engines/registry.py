@@ -17,6 +17,8 @@ from nereus.emu.unit_groups import UnitGroups
 from nereus.errors import ConfigError, explain
 
 EXTRA = {"vllm": "vllm", "megatron": "megatron", "deepspeed": "deepspeed"}
+REJOINING = frozenset({"vllm"})
+"""Engines that go on in another generation of the world (`rejoining`); others are cheap to make."""
 
 
 def open_trainer(

@@ -5,7 +5,7 @@
 
 The arena is the landing place of weight syncs, laid out as the training side lays it out; vLLM keeps packed
 weights of its own. An engine's layout is fixed: for another one it is closed and a new one made, in the same
-process.
+process. A transition that leaves its unit alone leaves it, too (`rejoin`).
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class VllmGenerator:
             if self.spec.model.tied:
                 llm.collective_rpc(_pack_heads)
             llm.reset_prefix_cache()
+
+    def rejoin(self, groups: UnitGroups) -> None:
+        """Go on in another generation of the world: vLLM's own groups do not end with the old one."""
+        assert groups.layout == self.groups.layout, "an engine's layout is fixed"
+        self.groups = groups
 
     @property
     def llm(self) -> LLM:
