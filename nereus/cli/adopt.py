@@ -105,3 +105,11 @@ def _report(console: object, found: Adoption, *, quiet: bool) -> None:
         console.print(table)
     for line in found.missing:
         console.print(f"still open: {line}", style="bold", soft_wrap=True, markup=False)
+    if found.checkpoints and Path(found.checkpoints).is_dir():
+        run = f"{found.tree.get('output', 'runs')}/{found.tree.get('name', 'NAME')}"
+        console.print(
+            f"to go on from the job's newest checkpoint: nereus reshard {found.checkpoints} "
+            f"{run}/checkpoints --to tp=1 --model MODEL; then nereus run FILE --resume",
+            soft_wrap=True,
+            markup=False,
+        )

@@ -86,6 +86,16 @@ COMMANDS = (
         examples=(
             "nereus reshard Qwen2.5-7B/ checkpoints/ --to tp=4,pp=2 --dry-run",
             "nereus reshard dcp/step-100 checkpoints/ --to tp=2 --model Qwen2.5-7B/",
+            "nereus reshard verl/checkpoints/gsm8k/run checkpoints/ --to tp=2",
+        ),
+    ),
+    Command(
+        name="export",
+        target="nereus.cli.export:export",
+        line="Write a stored model as another trainer loads it.",
+        examples=(
+            "nereus export runs/gsm8k/checkpoints verl-run/ --for verl --ranks 8 --model Qwen2.5-7B/",
+            "nereus export runs/gsm8k/checkpoints ckpt/ --for openrlhf --model Qwen2.5-7B/",
         ),
     ),
     Command(

@@ -63,6 +63,8 @@ class Adoption:
     entries: tuple[Entry, ...]
     missing: tuple[str, ...] = field(default=())
     """What the foreign configuration leaves open and a campaign needs, for people."""
+    checkpoints: str = ""
+    """The folder of the job's checkpoints, which `nereus reshard` reads; empty where unknown."""
 
     def config(self) -> CampaignConfig:
         """The campaign. Raises pydantic's ValidationError where something is missing or does not fit."""

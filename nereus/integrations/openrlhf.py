@@ -176,7 +176,8 @@ def adopt_openrlhf(settings: Mapping[str, Any]) -> Adoption:
     missing.append(
         f"steps: OpenRLHF would make {settings.get('num_episodes', 1)} passes over the prompts; say how many"
     )
-    return Adoption(tree=tree, entries=tuple(entries), missing=tuple(missing))
+    folder = str(settings.get("ckpt_path", "./ckpt/checkpoints_ppo_ray"))
+    return Adoption(tree=tree, entries=tuple(entries), missing=tuple(missing), checkpoints=folder)
 
 
 def _algorithm(settings: Mapping[str, Any], tree: Tree) -> None:

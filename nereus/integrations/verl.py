@@ -220,7 +220,8 @@ def adopt_verl(settings: Mapping[str, Any]) -> Adoption:
             f"steps: verl would make trainer.total_epochs={settings.get('trainer.total_epochs', 1)} passes; "
             "give the number of steps"
         )
-    return Adoption(tree=tree, entries=tuple(entries), missing=tuple(missing))
+    folder = str(settings.get("trainer.default_local_dir") or "")
+    return Adoption(tree=tree, entries=tuple(entries), missing=tuple(missing), checkpoints=folder)
 
 
 def _override(text: str) -> tuple[str, Any]:

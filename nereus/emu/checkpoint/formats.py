@@ -1,26 +1,37 @@
-"""Which format a folder holds, and the folder as a source: ours, Hugging Face, torch DCP, Megatron-core."""
+"""A folder of any known format as a source: ours, Hugging Face, DCP, Megatron-core, FSDP shards, ZeRO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Protocol
 
 from nereus.emu.checkpoint.control import Control, OptimizerRecord
 from nereus.emu.checkpoint.convert import Conversion
-from nereus.emu.checkpoint.dcp_reader import METADATA, DcpReader
 from nereus.emu.checkpoint.dcp_source import DcpSource
-from nereus.emu.checkpoint.folder import MARKER, committed
-from nereus.emu.checkpoint.megatron_source import EMBEDDING, MegatronSource
+from nereus.emu.checkpoint.fsdp_source import FsdpSource
+from nereus.emu.checkpoint.megatron_source import MegatronSource
+from nereus.emu.checkpoint.resolve import Format, own_config, resolve
 from nereus.emu.checkpoint.source import open_checkpoint
+from nereus.emu.checkpoint.zero_source import ZeroSource
 from nereus.emu.decoder import DecoderConfig, Head, decoder_spec
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.source import LogicalSource
 from nereus.emu.tensor import ModelSpec
 from nereus.errors import CheckpointError, explain
 
-Format = Literal["nereus", "huggingface", "dcp", "megatron"]
-MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+
+class Saved(LogicalSource, Protocol):
+    """A source that may hold an optimizer's state."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """What is stored of it and is no kind here."""
+        ...
+
+    def adam_steps(self) -> int | None:
+        """Optimizer steps taken, where the checkpoint says so."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +40,15 @@ class Opened:
 
     format: Format
     folder: Path
-    spec: ModelSpec
+    config: DecoderConfig
     source: LogicalSource
     control: Control | None = None
     adam_steps: int | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's logical tensors."""
+        return decoder_spec(self.config)
 
 
 def open_folder(
@@ -46,17 +62,19 @@ def open_folder(
 ) -> Opened:
     """Open a folder of any known format. Reads headers and indexes only.
 
-    `config` describes the model; a Hugging Face folder brings its own. `model` names one of the models in a
-    checkpoint of ours. With `weights_only` an optimizer state that cannot be read is passed over. A root of
-    ours stands for its newest checkpoint, one of Megatron for its latest iteration.
+    `config` describes the model; a Hugging Face folder and one of verl bring their own. `model` names one of
+    the models in a checkpoint of ours, of verl or of OpenRLHF. With `weights_only` an optimizer state that
+    cannot be read is passed over. The root of a run stands for its newest checkpoint.
 
     Raises CheckpointError for an unknown format, a missing config, or tensors that do not fit; ModelError for
     a Hugging Face folder that is none.
     """
-    path, kind = _resolve(Path(folder))
+    path, kind = resolve(Path(folder), model)
     if kind == "huggingface":
         source = HFSource(path, head=head, value_head_seed=value_head_seed)
-        return Opened(format=kind, folder=path, spec=source.spec, source=source)
+        return Opened(format=kind, folder=path, config=source.config, source=source)
+    if kind == "fsdp" and config is None:
+        config = own_config(path)
     if config is None:
         raise CheckpointError(
             explain(
@@ -77,48 +95,32 @@ def open_folder(
         return Opened(
             format=kind,
             folder=path,
-            spec=spec,
+            config=config,
             source=stored,
             control=checkpoint.control,
             adam_steps=steps,
         )
-    saved = MegatronSource(path, config) if kind == "megatron" else DcpSource(path, spec)
+    saved: Saved
+    match kind:
+        case "megatron":
+            saved = MegatronSource(path, config)
+        case "fsdp":
+            saved = FsdpSource(path, spec)
+        case "zero":
+            saved = ZeroSource(path, config)
+        case "dcp":
+            saved = DcpSource(path, spec)
     if saved.unread and not weights_only:
         raise CheckpointError(
             explain(
                 f"cannot read the optimizer state in {path}",
-                values=f"{len(saved.unread)} tensors such as {saved.unread[0]}",
+                values=f"{len(saved.unread)} stored parts such as {saved.unread[0]}",
                 rule="moments are read when every parameter has them in its own geometry",
-                remedy="save them so (in Megatron without the distributed optimizer), or use --weights-only",
+                remedy="save them so (in Megatron without the distributed optimizer, in verl with "
+                "strategy=fsdp2), or use --weights-only",
             )
         )
-    return Opened(format=kind, folder=path, spec=spec, source=saved, adam_steps=saved.adam_steps())
-
-
-def _resolve(path: Path) -> tuple[Path, Format]:
-    """The folder that holds the tensors, and its format."""
-    if (path / MARKER).is_file():
-        return path, "nereus"
-    if found := committed(path):
-        return found[-1], "nereus"
-    latest = path / MEGATRON_LATEST
-    if latest.is_file() and (text := latest.read_text().strip()).isdigit():
-        path = path / f"iter_{int(text):07d}"
-    if (path / METADATA).is_file():
-        names = DcpReader(path).names
-        return path, "megatron" if any(name.endswith(EMBEDDING) for name in names) else "dcp"
-    if (path / "config.json").is_file():
-        return path, "huggingface"
-    held = sorted(child.name for child in path.iterdir())[:6] if path.is_dir() else []
-    raise CheckpointError(
-        explain(
-            f"cannot tell what {path} is",
-            values=f"it holds {', '.join(held)}" if held else "it is absent or empty",
-            rule=f"known are a checkpoint of ours ({MARKER}), a torch or Megatron distributed checkpoint "
-            f"({METADATA}) and a Hugging Face folder (config.json)",
-            remedy="give the folder that holds one of these files",
-        )
-    )
+    return Opened(format=kind, folder=path, config=config, source=saved, adam_steps=saved.adam_steps())
 
 
 def control_for(opened: Opened, conversion: Conversion, adam_steps: int | None) -> Control:
