@@ -1,12 +1,13 @@
 """Tokens a second of the generation engines, and a weight push against a reload from disk, on this machine.
 
-    .venv-vllm/bin/python benchmarks/generation.py [MODEL_FOLDER] [--rows 64] [--tokens 64] [--out FILE]
+    .venv-vllm/bin/python benchmarks/generation.py [MODEL] [--rows 64] [--tokens 64] [--out FILE]
 
 One engine after the other in this process, one thread each: vLLM, the torch engine, and transformers' own
 `generate`. All answer the same prompts with the same number of tokens (nothing stops a response), sampled at
 temperature 1. Every engine answers once unmeasured and then `--repeats` times; wall and CPU seconds are those
 of the median. A push copies weights that lie in the trainer's arena into the engine's, then takes them into
-use; vLLM's own reload reads the folder's safetensors. Without a folder a small Llama is made.
+use; vLLM's own reload reads the folder's safetensors. MODEL is a folder, or a name of the planner's list,
+whose shape is then filled with random weights; without it a small Llama is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from nereus.emu.serving import Serving
 from nereus.emu.source import fill
 from nereus.emu.stage import FromStage, StageSpec
 from nereus.emu.unit_groups import UnitGroups
+from nereus.planner.models import model_shape
 from tests.emu.engines.torch_cases import Random
 
 SMALL = DecoderConfig(
@@ -50,7 +52,7 @@ Timed = dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -59,9 +61,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
-        folder: Path = options.folder or Path(made) / "model"
-        if options.folder is None:
-            write_hf_folder(Random(SMALL), SMALL, folder)
+        folder = Path(options.model or "")
+        if options.model is None or not folder.is_dir():
+            shape = SMALL if options.model is None else model_shape(options.model).with_dtype("fp32")
+            folder = Path(made) / "model"
+            write_hf_folder(Random(shape), shape, folder)
         config = HFSource(folder).config.with_dtype("fp32")
         prompts = prompt_rows(config, options.rows)
         sampling = Sampling(max_new_tokens=options.tokens)
