@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nereus.errors import ConfigError, explain
 from nereus.planner.calibration import NEUTRAL, Calibration
-from nereus.planner.scalars import GENERATION, PRIOR, TRAINING, fit_gain, fit_scalars, with_scalars
+from nereus.planner.scalars import GENERATION, PRIOR, SCORING, TRAINING, fit_gain, fit_scalars, with_scalars
 
 Floats = NDArray[np.float64]
 
@@ -108,6 +108,11 @@ class StageFit:
         return cls(names=names, prior=prior, values=prior)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was learned, neither here nor by an earlier job."""
+        return not self.rows and self.values == StageFit.fresh(self.names).values
+
+    @property
     def scalars(self) -> Mapping[str, float]:
         """The current values by name."""
         return dict(zip(self.names, self.values, strict=True))
@@ -125,6 +130,8 @@ class StageFit:
 
     def faded(self, share: float) -> StageFit:
         """The values as a prior for a later job, with `share` of a full prior's pull for every row seen."""
+        if self.is_fresh:
+            return self
         seen = min(len(self.rows), 8) / 8
         weight = _PRIOR_WEIGHT * max(share * (1 + 4 * seen), 0.1)
         return StageFit(names=self.names, prior=self.values, prior_weight=weight, values=self.values)
@@ -137,6 +144,7 @@ class Calibrator:
     gains: Mapping[str, Gain] = field(default_factory=dict)
     correction: float = 1.0
     generation: StageFit = field(default_factory=lambda: StageFit.fresh(GENERATION))
+    scoring: StageFit = field(default_factory=lambda: StageFit.fresh(SCORING))
     training: StageFit = field(default_factory=lambda: StageFit.fresh(TRAINING))
 
     def observed(
@@ -181,6 +189,10 @@ class Calibrator:
         """After one generation stage; `row` are its `scalars.features` for GENERATION over `base`."""
         return replace(self, generation=self.generation.observed(row, measured_s))
 
+    def with_scoring(self, row: ArrayLike, measured_s: float) -> Calibrator:
+        """After one scoring stage; `row` are its `scalars.features` for SCORING over `base`."""
+        return replace(self, scoring=self.scoring.observed(row, measured_s))
+
     def with_training(self, row: ArrayLike, measured_s: float) -> Calibrator:
         """After one training stage; `row` are its `scalars.features` for TRAINING over `base`."""
         return replace(self, training=self.training.observed(row, measured_s))
@@ -194,7 +206,10 @@ class Calibrator:
     @property
     def calibration(self) -> Calibration:
         """All that was learned, for the cost model."""
-        return with_scalars(with_scalars(self.base, self.generation.scalars), self.training.scalars)
+        learned = with_scalars(with_scalars(self.base, self.generation.scalars), self.training.scalars)
+        if self.scoring.is_fresh:  # a forward pass of the same engine, as far as anything is known
+            return learned.scores_while_training
+        return with_scalars(learned, self.scoring.scalars)
 
     def faded(self, share: float) -> Calibrator:
         """A prior for a later job: same values, less weight."""
@@ -202,5 +217,6 @@ class Calibrator:
             gains={name: gain.faded(share) for name, gain in self.gains.items()},
             correction=self.correction,
             generation=self.generation.faded(share),
+            scoring=self.scoring.faded(share),
             training=self.training.faded(share),
         )

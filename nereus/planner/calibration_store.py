@@ -12,9 +12,9 @@ from typing import Any
 
 from nereus.errors import ConfigError, explain
 from nereus.planner.calibrate import CLASSES, Calibrator, Gain, StageFit
-from nereus.planner.scalars import GENERATION, TRAINING
+from nereus.planner.scalars import GENERATION, SCORING, TRAINING
 
-_FORMAT = 1
+_FORMAT = 2
 _RELOAD = 0.5  # a reloaded estimate starts with half its weight ...
 _HALF_LIFE_S = 30 * 86400.0  # ... and loses half of that every thirty days
 
@@ -45,6 +45,7 @@ def save(folder: Path, system: System, calibrator: Calibrator, *, now_s: float |
         "gains": {name: asdict(gain) for name, gain in calibrator.gains.items()},
         "correction": calibrator.correction,
         "generation": asdict(calibrator.generation),
+        "scoring": asdict(calibrator.scoring),
         "training": asdict(calibrator.training),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Calibrator:
         },
         correction=float(tree["correction"]),
         generation=_stage_from_tree(tree["generation"], GENERATION),
+        scoring=_stage_from_tree(tree["scoring"], SCORING),
         training=_stage_from_tree(tree["training"], TRAINING),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -81,7 +81,8 @@ def stage_times(
     else:
         terms = training_terms(place, workload, *sizes)
         if model_stage is ModelStage.ACTOR_TRAINING and workload.old_logprobs:
-            scored = inference_terms(place, workload, *sizes)
+            within = replace(place, calibration=calibration.scores_while_training)
+            scored = inference_terms(within, workload, *sizes)
             terms["old_logprobs"] = np.asarray(sum(scored.values()))
     return StageCosts(latency_s=np.asarray(sum(terms.values())), terms=terms)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,7 @@ def inference_terms(
     split: Sequence[int] | None = None,
 ) -> dict[str, Floats]:
     """Seconds by term to score all sequences once, shape [n]; `split` as for training."""
+    place = replace(place, calibration=place.calibration.in_scoring)
     share = np.ceil(workload.num_sequences / dp)
     micro = np.minimum(workload.micro_batch, share)
     layer = _forward(place, workload, tp, pp, micro)
@@ -86,6 +87,7 @@ def training_terms(
 
     `split` gives the layers of every pipeline stage for candidates that share one pp; None is the even split.
     """
+    place = replace(place, calibration=place.calibration.in_training)
     steps = workload.num_mini_batches * workload.num_epochs
     share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
     micro = np.minimum(workload.micro_batch, share)

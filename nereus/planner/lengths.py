@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 
 _NUM_BINS = 64
 _TAIL = 1e-3  # the share of responses that the log-linear tail up to `max` holds
+_AT_MAXIMUM = 3.0  # e^-3: the chance that none of the draws is there
 _BODY = NormalDist()
 
 
@@ -93,6 +94,39 @@ class LengthDistribution:
         """
         edges, shares = _from_mean_p95_max(float(mean), float(p95), float(maximum))
         return cls(edges_tokens=edges, shares=shares)
+
+    @classmethod
+    def of_step(cls, mean: float, p95: float, maximum: float, count: int) -> Self:
+        """What `count` lengths with these three numbers look like: the longest of them is `maximum`.
+
+        A distribution that lengths are drawn from says what to expect of the longest; here it is known, and
+        it decides how many decode steps there were. So a share of 3 / count lies at the maximum: one of
+        `count` draws is there with 95 %. The rest are uniform on either side of half the 95 % quantile.
+        Raises ConfigError unless 0 < mean <= maximum.
+        """
+        if not 0 < mean <= maximum:
+            raise ConfigError(
+                explain(
+                    "cannot tell how long responses were",
+                    values=f"mean {mean:g}, max {maximum:g}",
+                    rule="0 < mean <= max must hold",
+                )
+            )
+        top = min(_AT_MAXIMUM / max(count, 1), 0.5, mean / maximum)
+        rest = (mean - top * maximum) / (1 - top)
+        high = min(max(p95, rest), maximum)
+        middle = high / 2
+        below = min(max(1.5 - 2 * rest / high, 0.0), 1.0)
+        edges: tuple[float, ...]
+        shares: tuple[float, ...]
+        if rest < high / 4:
+            edges, shares = (0.0, 2 * rest), (1.0,)
+        elif rest > 3 * high / 4:
+            edges, shares = (2 * rest - high, high), (1.0,)
+        else:
+            edges, shares = (0.0, middle, high), (below, 1 - below)
+        kept = (*((1 - top) * share for share in shares), 0.0, top)
+        return cls(edges_tokens=(*edges, maximum, maximum), shares=kept)
 
     @property
     def mean(self) -> float:

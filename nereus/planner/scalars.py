@@ -18,8 +18,10 @@ from nereus.planner.calibration import NEUTRAL, Calibration
 
 Floats = NDArray[np.float64]
 
-# Factors are plain numbers, host times count in milliseconds, so that all are of order one.
+# Factors are plain numbers, host times count in milliseconds, so that all are of order one. Each kind of
+# stage has its own: an engine that decodes slowly may train fast.
 GENERATION: tuple[str, ...] = ("decode", "prefill", "decode_step_ms")
+SCORING: tuple[str, ...] = ("score_compute", "score_layer_ms")
 TRAINING: tuple[str, ...] = ("compute", "network", "layer_ms", "hop_ms")
 PRIOR: Mapping[str, float] = {
     "decode": 1.0,
@@ -27,6 +29,8 @@ PRIOR: Mapping[str, float] = {
     "decode_step_ms": 1.0,
     "compute": 1.0,
     "network": 1.0,
+    "score_compute": 1.0,
+    "score_layer_ms": 0.1,
     "layer_ms": 0.1,
     "hop_ms": 0.1,
 }
@@ -34,30 +38,30 @@ _HUBER = 0.05  # relative error beyond which a row's pull stops growing
 _TUKEY = 4.685  # robust deviations beyond which a row is ignored (95 % efficient on clean rows)
 _ROUNDS = 12
 _FLOOR_S = 1e-9  # a prediction is never shorter
-_CLASSES = ("gemm", "context_attention", "decode_attention", "elementwise", "optimizer", "scale_up")
+_FACTORS = {
+    "decode": "decode",
+    "prefill": "prefill",
+    "compute": "train_compute",
+    "network": "train_network",
+    "score_compute": "score_compute",
+}
+_MILLISECONDS = {
+    "decode_step_ms": "decode_step_s",
+    "layer_ms": "layer_s",
+    "score_layer_ms": "score_layer_s",
+    "hop_ms": "hop_s",
+}
 
 
 def with_scalars(base: Calibration, scalars: Mapping[str, float]) -> Calibration:
     """`base` with scalars applied: factors multiply what `base` holds, host times replace it."""
-    changed = base
+    changes = {}
     for name, value in scalars.items():
-        if name == "decode_step_ms":
-            changed = replace(changed, decode_step_s=value * 1e-3)
-        elif name == "layer_ms":
-            changed = replace(changed, layer_s=value * 1e-3)
-        elif name == "hop_ms":
-            changed = replace(changed, hop_s=value * 1e-3)
-        elif name == "network":
-            changed = replace(changed, scale_out=changed.scale_out * value)
-        elif name == "compute":
-            gains = {field: getattr(changed, field) * value for field in _CLASSES}
-            changed = replace(changed, **gains)
-        elif name == "decode":
-            changed = replace(changed, decode=changed.decode * value)
+        if (place := _MILLISECONDS.get(name)) is not None:
+            changes[place] = value * 1e-3
         else:
-            assert name == "prefill", f"unknown scalar {name}"
-            changed = replace(changed, prefill=changed.prefill * value)
-    return changed
+            changes[_FACTORS[name]] = getattr(base, _FACTORS[name]) * value
+    return replace(base, **changes)
 
 
 def features(

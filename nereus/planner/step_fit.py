@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nereus.errors import ConfigError
 from nereus.planner.calibrate import Calibrator, StageFit
 from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.cost import stage_time
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.scalars import GENERATION, TRAINING, features, with_scalars
+from nereus.planner.scalars import GENERATION, SCORING, TRAINING, features, with_scalars
 from nereus.planner.workload import ModelStage, Stage, Workload
 
 WARM_UP = 1  # a job's first step compiles and connects
@@ -48,11 +47,7 @@ class SeenStep:
 
     def workload(self, base: Workload) -> Workload:
         """The job's work with this step's lengths."""
-        p95 = min(max(self.p95, self.mean), self.maximum)
-        try:
-            response = LengthDistribution.from_mean_p95_max(self.mean, p95, self.maximum)
-        except ConfigError:  # no distribution of the assumed form has these three numbers
-            response = LengthDistribution.constant(self.mean)
+        response = LengthDistribution.of_step(self.mean, self.p95, self.maximum, base.num_generated)
         return replace(base.with_response(response), prompt_tokens=max(1, round(self.prompt_tokens)))
 
 
@@ -118,18 +113,7 @@ def fit_steps(
         raise ValueError(f"{len(steps)} steps; at least {6 + WARM_UP} are needed")
     teach, judge = kept[::2], kept[1::2]
     price = _Priced(base=base, cluster=measured, gpu_kind=gpu_kind)
-    calibrator = Calibrator(
-        generation=replace(StageFit.fresh(GENERATION), prior_weight=PULL),
-        training=replace(StageFit.fresh(TRAINING), prior_weight=PULL),
-    )
-    for step in teach:
-        row = features(price.stage(step, Stage.TRAINING), TRAINING)
-        calibrator = calibrator.with_training(row, step.stage_s.get(Stage.TRAINING, 0.0))
-    # In a calibration training's factor on kernels holds for generation, too; its own scalars lie on top.
-    trained = with_scalars(NEUTRAL, calibrator.training.scalars)
-    for step in teach:
-        row = features(price.stage(step, Stage.GENERATION), GENERATION, trained)
-        calibrator = calibrator.with_generation(row, step.stage_s.get(Stage.GENERATION, 0.0))
+    calibrator = _taught(teach, price)
     learned = calibrator.calibration
     driver_s = float(np.median([step.step_s - price.step(step, learned) for step in teach]))
     plain = _Priced(base=base, cluster=built_in, gpu_kind=gpu_kind)
@@ -141,6 +125,29 @@ def fit_steps(
         measured_error=_error(judge, lambda step: price.step(step, NEUTRAL)),
         learned_error=_error(judge, lambda step: price.step(step, learned) + driver_s),
     )
+
+
+def _taught(teach: Sequence[SeenStep], price: _Priced) -> Calibrator:
+    """The scalars of each kind of stage, from its own seconds; a kind that did not run stays as it was."""
+    generation, scoring, training = (
+        replace(StageFit.fresh(names), prior_weight=PULL) for names in (GENERATION, SCORING, TRAINING)
+    )
+    for step in teach:
+        generation = _after(generation, step, Stage.GENERATION, price, NEUTRAL)
+        training = _after(training, step, Stage.TRAINING, price, NEUTRAL)
+    # What scoring hands between pipeline stages costs what it costs in training.
+    trained = with_scalars(NEUTRAL, training.scalars)
+    for step in teach:
+        scoring = _after(scoring, step, Stage.INFERENCE, price, trained)
+    return Calibrator(generation=generation, scoring=scoring, training=training)
+
+
+def _after(fit: StageFit, step: SeenStep, stage: Stage, price: _Priced, base: Calibration) -> StageFit:
+    """The fit after one step; what its scalars do not scale is taken off both sides."""
+    of_stage = price.stage(step, stage)
+    fixed_s = of_stage(with_scalars(base, dict.fromkeys(fit.names, 0.0)))
+    row = features(of_stage, fit.names, base) - fixed_s
+    return fit.observed(row, step.stage_s.get(stage, 0.0) - fixed_s)
 
 
 def _error(steps: Sequence[SeenStep], predict: Callable[[SeenStep], float]) -> float:

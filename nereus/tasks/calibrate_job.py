@@ -17,6 +17,8 @@ from nereus.tasks.adapt import STAGE_OF_WORK, request_of
 from nereus.tasks.planned_cluster import cluster_of, gpu_kind
 from nereus.tasks.stages import TRAINING, read_models
 
+RESCORE = "score policy"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedJob:
@@ -73,6 +75,8 @@ def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
         if (stage_of := STAGE_OF_WORK.get(work)) is not None:
             before_s = seconds.get(stage_of, 0.0)
             seconds[stage_of] = before_s + took_s if stage_of in in_turn else max(before_s, took_s)
+    if config.rescores:  # which the cost model counts as training, by the training engine
+        seconds[Stage.TRAINING] = seconds.get(Stage.TRAINING, 0.0) + record.stage_s.get(RESCORE, 0.0)
     return SeenStep(
         mean=record.length_mean,
         p95=record.length_p95,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,13 +14,13 @@ from hypothesis import strategies as st
 
 from nereus.errors import ConfigError
 from nereus.planner.calibrate import CLASSES, MAX_GAIN, Calibrator, Gain, StageFit
-from nereus.planner.calibration import NEUTRAL
+from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.cost import stage_time
 from nereus.planner.kernel_time import gemm_s
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
 from nereus.planner.profile import ClusterProfile, gpu_profile
-from nereus.planner.scalars import GENERATION, TRAINING, features, fit_scalars, with_scalars
+from nereus.planner.scalars import GENERATION, SCORING, TRAINING, features, fit_scalars, with_scalars
 from nereus.planner.workload import Algorithm, ModelShapes, ModelStage, Workload
 
 CLUSTER = ClusterProfile.parse("2x8xH100")
@@ -101,6 +103,65 @@ def test_scalars_are_found_among_outliers(truth: tuple[float, float, float], see
     found = fit_scalars(rows, seconds)
     # 1 % noise, a fifth of the rows wild to the same side; single rows at the edge may bend more.
     assert np.abs(rows @ found / (rows @ truth) - 1).mean() < 0.04
+
+
+ROWS = st.tuples(st.integers(0, 10_000), st.integers(6, 30))
+
+
+def some_rows(case: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Feature rows, and seconds of hidden scalars with 5 % noise."""
+    generator = np.random.default_rng(case[0])
+    rows = generator.uniform(1e-3, 1e-2, (case[1], 3)) * [3.0, 1.0, 0.5]
+    return rows, rows @ generator.uniform(0.2, 4.0, 3) * np.exp(generator.normal(0, 0.05, case[1]))
+
+
+@given(case=ROWS, factor=st.floats(0.05, 20.0))
+@settings(max_examples=30, deadline=None)
+def test_a_machine_that_is_slower_throughout_has_larger_scalars_and_nothing_else(
+    case: tuple[int, int], factor: float
+) -> None:
+    rows, seconds = some_rows(case)
+    plain, slow = fit_scalars(rows, seconds), fit_scalars(rows, factor * seconds)
+    # Iterations stop after a fixed number; on noisy rows their last digits depend on the scale.
+    assert rows @ slow == pytest.approx(factor * (rows @ plain), rel=1e-3)
+
+
+@given(case=ROWS, order=st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_the_order_of_the_steps_teaches_nothing(case: tuple[int, int], order: random.Random) -> None:
+    rows, seconds = some_rows(case)
+    places = list(range(len(rows)))
+    order.shuffle(places)
+    assert rows @ fit_scalars(rows[places], seconds[places]) == pytest.approx(
+        rows @ fit_scalars(rows, seconds), rel=1e-6
+    )
+
+
+@given(case=ROWS)
+@settings(max_examples=30, deadline=None)
+def test_scalars_are_never_negative_and_fit_better_than_the_prior(case: tuple[int, int]) -> None:
+    rows, seconds = some_rows(case)
+    found = fit_scalars(rows, seconds, (1.0, 1.0, 1.0), 1e-6)
+    assert (found >= 0).all()
+
+    def error(scalars: np.ndarray) -> float:
+        return float(np.median(np.abs(rows @ scalars / seconds - 1)))
+
+    # Medians of 5 % noise: what a fit of three scalars to six rows may add.
+    assert error(found) <= error(np.ones(3)) + 0.05
+
+
+@given(case=ROWS)
+@settings(max_examples=20, deadline=None)
+def test_what_one_kind_of_stage_teaches_changes_no_other(case: tuple[int, int]) -> None:
+    rows, seconds = some_rows(case)
+    before = after = Calibrator().with_generation(rows[0], float(seconds[0]))
+    for row, second in zip(rows, seconds, strict=True):
+        after = after.with_training((*row, 0.0), float(second)).with_scoring(row[:2], float(second))
+    assert after.generation == before.generation
+    names = ("gemm", "elementwise", "scale_up", "scale_out", "decode", "prefill", "decode_step_s")
+    for name in names:
+        assert getattr(after.calibration, name) == getattr(before.calibration, name)
 
 
 def test_prior_decides_what_the_rows_leave_open() -> None:
@@ -193,8 +254,57 @@ def test_calibrator_keeps_gains_and_scalars_apart() -> None:
     calibrator = Calibrator().observed("gemm", [1.0] * 9, [2.0] * 9)
     calibrator = replace(calibrator, training=replace(calibrator.training, values=(3.0, 1.0, 0.1, 0.1)))
     assert calibrator.base.gemm == pytest.approx(2.0)
-    assert calibrator.calibration.gemm == pytest.approx(6.0)
-    assert calibrator.calibration.elementwise == pytest.approx(3.0)
+    assert calibrator.calibration.in_training.gemm == pytest.approx(6.0)
+    assert calibrator.calibration.in_training.elementwise == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_kind_of_stage_gets_its_own_scalars(seed: int) -> None:
+    """A machine that decodes, scores and trains at unrelated speeds is predicted in all three."""
+    generator = np.random.default_rng(seed)
+    truth, host = generator.uniform(0.4, 3.0, 3).tolist(), generator.uniform(0.0, 2.0, 3).tolist()
+    hidden = with_scalars(
+        NEUTRAL,
+        {
+            "decode": truth[0], "prefill": truth[0], "decode_step_ms": host[0],
+            "score_compute": truth[1], "score_layer_ms": host[1],
+            "compute": truth[2], "network": truth[2], "layer_ms": host[2], "hop_ms": 0.0,
+        },
+    )  # fmt: skip
+    stages = {
+        ModelStage.ACTOR_GENERATION: (GENERATION, Calibrator.with_generation),
+        ModelStage.REFERENCE_INFERENCE: (SCORING, Calibrator.with_scoring),
+        ModelStage.ACTOR_TRAINING: (TRAINING, Calibrator.with_training),
+    }
+    calibrator = Calibrator()
+    lengths = generator.uniform(300, 2000, 9)
+
+    def price(stage: ModelStage, mean: float, calibration: Calibration) -> float:
+        work = workload(64, float(mean))
+        return stage_time(
+            stage, 2, 1, 1, workload=work, cluster=CLUSTER, gpu_kind="H100", calibration=calibration
+        ).latency_s
+
+    for mean in lengths[1:]:
+        for stage, (names, learn) in stages.items():
+            row = features(partial(price, stage, mean), names)
+            noise = float(np.exp(generator.normal(0, 0.01)))
+            calibrator = learn(calibrator, row, price(stage, mean, hidden) * noise)
+    for stage in stages:
+        predicted, took = (price(stage, lengths[0], one) for one in (calibrator.calibration, hidden))
+        # 1 % noise a stage, the prior's pull on eight rows, and lengths outside those that taught. One unit:
+        # where gradients overlap with compute, time bends between the features.
+        assert predicted == pytest.approx(took, rel=0.06), stage
+
+
+def test_without_scoring_stages_scoring_is_priced_as_trainings_forward_pass() -> None:
+    calibrator = Calibrator()
+    calibrator = replace(calibrator, training=replace(calibrator.training, values=(3.0, 1.0, 0.5, 0.1)))
+    found = calibrator.calibration
+    assert found.in_scoring.gemm == pytest.approx(3.0)
+    assert found.in_scoring.layer_s == pytest.approx(0.5e-3)
+    assert found.gemm == 1.0, "generation's"
+    assert calibrator.faded(0.5).calibration == found
 
 
 def test_timed_terms_teach_their_classes() -> None:

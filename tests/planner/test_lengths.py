@@ -84,3 +84,26 @@ def test_constant_lengths_are_a_point_mass() -> None:
     built = LengthDistribution.constant(128)
     assert built.mean == built.maximum == built.quantile(0.1) == 128
     assert built.mean_square == 128**2
+
+
+@given(
+    shares=st.tuples(st.floats(0.02, 1.0), st.floats(0.0, 1.0)),
+    maximum=st.floats(1, 4000),
+    count=st.integers(1, 4096),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_step_that_was_seen_has_its_mean_and_its_longest_response(
+    shares: tuple[float, float], maximum: float, count: int
+) -> None:
+    mean = max(maximum * shares[0], maximum / count)
+    built = LengthDistribution.of_step(mean, mean + shares[1] * (maximum - mean), maximum, count)
+    assert built.mean == pytest.approx(mean, rel=1e-6)
+    assert built.maximum == maximum
+    running = built.survival(0.999 * maximum)
+    # 3 / count of the responses lie at the maximum; small counts and means leave room for fewer.
+    assert 1 - (1 - running) ** count >= min(0.94, 1 - (1 - 0.5) ** count) * (shares[0] >= 0.05) * 0.9
+
+
+def test_no_response_is_longer_than_the_longest() -> None:
+    with pytest.raises(ConfigError, match="mean <= max"):
+        LengthDistribution.of_step(10, 12, 9, 64)
