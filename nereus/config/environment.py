@@ -46,6 +46,23 @@ def reads_memory() -> bool:
     return os.environ.get("NEREUS_READ_MEMORY", "1") != "0"
 
 
+def gives_back_gpu_memory() -> bool:
+    """Whether shards on GPUs lie in memory whose parts can be given back, for bounded moves; off unless
+    `NEREUS_GPU_PAGES=1`.
+    """
+    return os.environ.get("NEREUS_GPU_PAGES", "0") == "1"
+
+
+def workers_per_gpu() -> int:
+    """How many workers share a GPU: 1, or `NEREUS_WORKERS_PER_GPU`, which is for tests (NCCL 2.30)."""
+    return max(1, int(os.environ.get("NEREUS_WORKERS_PER_GPU", "1")))
+
+
+def uses_m2n() -> bool:
+    """Whether weights go from training to other GPUs' generation by `nccl.m2n`; off unless `NEREUS_M2N=1`."""
+    return os.environ.get("NEREUS_M2N", "0") == "1"
+
+
 def is_completing() -> bool:
     """Whether the shell asks for completions of a command line that is being typed."""
     return "_NEREUS_COMPLETE" in os.environ

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from nereus.config.environment import workers_per_gpu
 from nereus.emu.coordinator import Coordinator
 from nereus.emu.decision import StoreRecord
 from nereus.emu.layout import Rank
@@ -117,7 +118,8 @@ class Cluster:
                     logging_level=logging.ERROR,
                 )
         host = "127.0.0.1" if private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        actor = ray.remote(Worker).options(num_cpus=0, num_gpus=1, max_restarts=0)
+        share = 1 if device == "cpu" else 1 / workers_per_gpu()
+        actor = ray.remote(Worker).options(num_cpus=0, num_gpus=share, max_restarts=0)
         cluster = cls(
             lambda rank: actor.remote(rank, device, threads),
             Store(host),

@@ -7,6 +7,8 @@
                         ─▶ land: wait, unpack
         free the chunk's old tensors                                       bounded
 
+On a GPU none of this waits on the host: packing, the wire and unpacking are lanes (`lanes`) of their own.
+
 A region that is one run of memory and needs no cast goes from and into live storage; any other passes
 through a pooled buffer. Between ranks that read each other's memory most strided regions are moved from and
 into live storage, too. Each end decides that for itself: the bytes on the wire are the same.
@@ -17,13 +19,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
 
 from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState
 from nereus.emu.kinds import KindMove
+from nereus.emu.lanes import Lane, Lanes
 from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Shared, Transfer
 from nereus.emu.staging import StagingPool
@@ -32,15 +35,16 @@ from nereus.emu.transport.protocol import (
     Channel,
     Deadline,
     Fetch,
+    Mark,
     Offer,
     Operation,
     Pending,
     Receive,
     Send,
     Transport,
+    reached_in_time,
 )
 from nereus.errors import InvalidOperation, TransportError, explain
-from nereus.kernels.regions import copy_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +62,20 @@ class MoveReport:
 
 @dataclass(eq=False)
 class Executor:
-    """Runs rank plans over one transport; keeps its staging buffers between runs."""
+    """Runs rank plans over one transport; keeps its staging buffers between runs.
+
+    `over` are the lanes to use; by default those of the device.
+    """
 
     transport: Transport
     device: torch.device
+    over: InitVar[Lanes | None] = None
+    lanes: Lanes = field(init=False)
     pool: StagingPool = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.pool = StagingPool(self.device)
+    def __post_init__(self, over: Lanes | None) -> None:
+        self.lanes = over or Lanes.of(self.device)
+        self.pool = StagingPool(self.device, self.lanes)
 
     def run(
         self,
@@ -87,6 +97,9 @@ class Executor:
         channel = self.open(plan, epoch=epoch, deadline=deadline)
         opened = time.monotonic()
         run = _Run(plan.rank, channel, self.pool, old, new, deadline)
+        for arena in (*_arenas(old), *_arenas(new)):
+            self.lanes.keep(arena.flat)
+        self.lanes.begin()
         try:
             for chunk in plan.chunks:
                 run.chunk(chunk, bounded=plan.mode == "bounded")
@@ -143,15 +156,17 @@ class _Run:
 
     def chunk(self, chunk: Chunk, *, bounded: bool) -> None:
         if bounded:
-            for arena in _arenas(self.new):
-                arena.allocate(chunk.allocates)
+            self._allocate(chunk)
+            self.pool.lanes.begin()  # new memory is zeroed in the engine's lane
         self._note_state()
         flight: deque[list[_Landing]] = deque()
         copied = False
         for turn in chunk.rounds:
-            keep = 0 if _relays(turn) else 1  # a relay sends what an earlier round brought
-            while len(flight) > keep:
+            relays = _relays(turn)
+            while len(flight) > (0 if relays else 1):
                 self._land(flight.popleft())
+            if relays:  # it sends what an earlier round brought
+                self._pass_on()
             flight.append(self._launch(turn))
             if not copied:
                 self._copy(chunk)
@@ -160,42 +175,78 @@ class _Run:
             self._copy(chunk)
         while flight:
             self._land(flight.popleft())
+        ended = self.pool.lanes.end()
         if self.channel is not None:
-            self.channel.settle(self.deadline)
+            self.channel.settle(self.deadline, ended)
+        else:
+            self._settle_alone(ended)
         if bounded:
             for arena in _arenas(self.old):
                 arena.free(chunk.frees)
 
+    def _allocate(self, chunk: Chunk) -> None:
+        try:
+            for arena in _arenas(self.new):
+                arena.allocate(chunk.allocates)
+        except MemoryError as error:
+            raise TransportError(
+                explain(
+                    f"worker {self.rank} has no memory for {', '.join(chunk.allocates[:3])} and others",
+                    values=str(error),
+                    rule="a bounded move holds one shard and one place of it",
+                    remedy="free memory on this device; the unit is filled anew from what was kept",
+                )
+            ) from error
+
+    def _settle_alone(self, ended: Mark) -> None:
+        if not reached_in_time(ended, self.deadline):
+            raise TransportError(
+                explain(
+                    f"worker {self.rank} could not copy within itself in time",
+                    values=f"deadline {self.deadline.allowed_s:.3g} s",
+                    rule="every move has a deadline",
+                    remedy="abort the epoch; the device may hang",
+                )
+            )
+
+    def _pass_on(self) -> None:
+        """Let what is sent from here on follow what has landed."""
+        lanes = self.pool.lanes
+        landed = lanes.unpack.mark()
+        lanes.pack.wait(landed)
+        lanes.wire.wait(landed)
+
     def _launch(self, turn: Round) -> list[_Landing]:
-        channel = self.channel
+        channel, lanes = self.channel, self.pool.lanes
         assert channel is not None, "a rank with messages is in the plan's ranks"
         operations: list[Operation] = []
         rest: list[tuple[Tensor | None, Pairs]] = []
         for message in turn.receives:
             self.received_bytes += message.num_bytes
             if channel.reads(message.peer):
-                views, staging, pairs = self._views(message, channel.fills)
+                views, staging, pairs = self._views(message, channel.fills, lanes.wire)
                 operations.append(Fetch(message.peer, views))
                 rest.append((staging, pairs))
                 continue
             for transfers, direct in _parts(message):
-                buffer, staging, pairs = self._buffer(transfers, direct)
+                buffer, staging, pairs = self._buffer(transfers, direct, lanes.wire)
                 operations.append(Receive(message.peer, buffer))
                 rest.append((staging, pairs))
         for message in turn.sends:
             self.sent_bytes += message.num_bytes
             if channel.reads(message.peer):
-                views, staging, pairs = self._views(message, channel.lends)
+                views, staging, pairs = self._views(message, channel.lends, lanes.pack)
                 operations.append(Offer(message.peer, views))
-                rest.append((staging, _packed(pairs)))
+                rest.append((staging, self._packed(pairs)))
                 continue
             for transfers, direct in _parts(message):
-                buffer, staging, pairs = self._buffer(transfers, direct)
+                buffer, staging, pairs = self._buffer(transfers, direct, lanes.pack)
                 operations.append(Send(message.peer, buffer))
-                rest.append((staging, _packed(pairs)))
+                rest.append((staging, self._packed(pairs)))
         for shared in turn.shared:
             self._share(shared, operations, rest)
-        pending = channel.post(operations)
+        lanes.wire.wait(lanes.pack.mark())
+        pending = lanes.wire.post(channel, operations)
         return [_Landing(p, staging, unpack) for p, (staging, unpack) in zip(pending, rest, strict=True)]
 
     def _share(
@@ -209,28 +260,38 @@ class _Run:
         else:
             self.received_bytes += message.num_bytes
         for transfers, direct in _parts(message):
-            buffer, staging, pairs = self._buffer(transfers, direct)
+            writer = self.pool.lanes.pack if sending else self.pool.lanes.wire
+            buffer, staging, pairs = self._buffer(transfers, direct, writer)
             operations.append(Broadcast(root, shared.ranks, buffer))
-            rest.append((staging, _packed(pairs) if sending else pairs))
+            rest.append((staging, self._packed(pairs) if sending else pairs))
+
+    def _packed(self, pairs: Pairs) -> Pairs:
+        """Fill the slots; nothing is left to unpack."""
+        self.pool.lanes.pack.copy(pairs)
+        return []
 
     def _land(self, landings: Iterable[_Landing]) -> None:
+        unpack = self.pool.lanes.unpack
         for landing in landings:
-            landing.pending.wait(self.deadline)
+            unpack.land(landing.pending, self.deadline)
             if landing.staging is not None:
-                copy_regions([(slot, live) for live, slot in landing.unpack])
+                if landing.unpack:
+                    unpack.copy([(slot, live) for live, slot in landing.unpack])
                 self._staging_bytes -= landing.staging.numel()
-                self.pool.give(landing.staging)
+                self.pool.give(landing.staging, unpack.mark())
 
-    def _buffer(self, transfers: tuple[Transfer, ...], direct: bool) -> tuple[Tensor, Tensor | None, Pairs]:
+    def _buffer(
+        self, transfers: tuple[Transfer, ...], direct: bool, writer: Lane
+    ) -> tuple[Tensor, Tensor | None, Pairs]:
         """The bytes of an operation: live storage where one run of it serves, a staging buffer otherwise."""
         views = [(self._at(t.region, t.kind.name), self._wire(t.move)) for t in transfers]
         if direct and transfers[0].region.contiguous and views[0][0].dtype == views[0][1]:
             return views[0][0].view(-1).view(torch.uint8), None, []
-        staging, pairs = self._stage(views)
+        staging, pairs = self._stage(views, writer)
         return staging, staging, pairs
 
     def _views(
-        self, message: Message, in_place: Callable[[Tensor], bool]
+        self, message: Message, in_place: Callable[[Tensor], bool], writer: Lane
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Pairs]:
         """What a message is read from or into: live views where that serves, slots of a buffer otherwise."""
         transfers = (*message.direct, *message.packed)
@@ -240,13 +301,13 @@ class _Run:
             return tuple(view for view, _ in views), None, []
         # Widest first keeps every slot of the buffer aligned.
         staged = sorted((i for i, lies in enumerate(live) if not lies), key=lambda i: -views[i][1].itemsize)
-        staging, pairs = self._stage([views[i] for i in staged])
+        staging, pairs = self._stage([views[i] for i in staged], writer)
         slots = {i: slot for i, (_, slot) in zip(staged, pairs, strict=True)}
         return tuple(slots.get(i, view) for i, (view, _) in enumerate(views)), staging, pairs
 
-    def _stage(self, views: Sequence[tuple[Tensor, torch.dtype]]) -> tuple[Tensor, Pairs]:
+    def _stage(self, views: Sequence[tuple[Tensor, torch.dtype]], writer: Lane) -> tuple[Tensor, Pairs]:
         """A buffer with a slot for every view, in the dtype of the wire."""
-        staging = self.pool.take(sum(view.numel() * wire.itemsize for view, wire in views))
+        staging = self.pool.take(sum(view.numel() * wire.itemsize for view, wire in views), writer)
         self._staging_bytes += staging.numel()
         self.peak_staging_bytes = max(self.peak_staging_bytes, self._staging_bytes)
         pairs: Pairs = []
@@ -269,7 +330,7 @@ class _Run:
             (self._at(copy.source, copy.move.source.name), self._at(copy.target, copy.move.target.name))
             for copy in chunk.copies
         ]
-        copy_regions(pairs)
+        self.pool.lanes.pack.copy(pairs)
         self.copied_bytes += sum(target.numel() * target.element_size() for _, target in pairs)
 
     def _at(self, region: Region, kind: str) -> Tensor:
@@ -286,12 +347,6 @@ class _Run:
         states = {id(state): state for state in (self.old, self.new) if state is not None}
         held = sum(state.num_bytes for state in states.values())
         self.peak_state_bytes = max(self.peak_state_bytes, held)
-
-
-def _packed(pairs: Pairs) -> Pairs:
-    """Fill the slots; nothing is left to unpack."""
-    copy_regions(pairs)
-    return []
 
 
 def _parts(message: Message) -> Iterable[tuple[tuple[Transfer, ...], bool]]:
@@ -325,7 +380,7 @@ def _check(plan: RankPlan, old: ShardState | None, new: ShardState | None) -> No
         moved = plan.new != plan.old
         if moved and not all(arena.releases for arena in _arenas(old)):
             problem = f"memory of {next(iter(_arenas(old))).device} cannot be given back in parts"
-            rule = "bounded mode frees the old shard tensor by tensor"
+            rule = "bounded mode frees the old shard tensor by tensor (on GPUs with NEREUS_GPU_PAGES=1)"
         elif moved and any(arena.views for arena in _arenas(new)):
             problem = "the new shard is allocated already"
             rule = "bounded mode allocates tensor by tensor"

@@ -202,12 +202,12 @@ class Generation:
         After an error in a collective leave at once with `broken`: hanging operations are aborted, and closed
         connections tell the peers that are not joined to the dead one directly, which would wait otherwise.
         """
-        if broken:
-            world = dist.distributed_c10d.GroupMember.WORLD
-            if world is not None:
-                world.abort()
         self._cache.clear()
-        dist.destroy_process_group()
+        if broken and dist.is_initialized():
+            # All groups at once: NCCL's aborts of groups that share ranks wait for one another otherwise.
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def kv_groups(unit: Layout, num_kv_heads: int) -> list[tuple[Rank, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -79,17 +79,29 @@ def _turns(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[Round]]:
                 message = _message(plan, bucket, peer, seats[at : at + 2], me=0, relayed=at > 0)
                 _join(plan, sends[bucket.chunk, number + at], message)
     out: dict[int, list[Round]] = defaultdict(list)
+    step_of = pairing(sorted(plan.streams.by_rank), rank)
     for chunk, number in sorted({*sends, *receives, *shared}):
         key = chunk, number
         out[chunk].append(
             Round(
                 number=number,
-                sends=tuple(sends.get(key, ())),
-                receives=tuple(receives.get(key, ())),
+                sends=tuple(sorted(sends.get(key, ()), key=lambda message: step_of[message.peer])),
+                receives=tuple(sorted(receives.get(key, ()), key=lambda message: step_of[message.peer])),
                 shared=tuple(shared.get(key, ())),
             )
         )
     return out
+
+
+def pairing(ranks: Sequence[Rank], me: Rank) -> dict[Rank, int]:
+    """The step in which this rank meets each of the others: a round-robin tournament.
+
+    In step s the ranks at places i and s - i (mod their number) meet, so in every step each rank has one
+    partner and both name the same step. Messages of a group call are begun in this order: no rank is the
+    first that everybody turns to.
+    """
+    at = {rank: place for place, rank in enumerate(ranks)}
+    return {rank: (at[rank] + at[me]) % len(ranks) for rank in ranks} if me in at else {}
 
 
 def _join(plan: ReshardPlan, messages: list[Message], message: Message) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.config.environment import reads_memory, set_defaults
+from nereus.config.environment import reads_memory, set_defaults, workers_per_gpu
 from nereus.emu import tracing
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.ballot import Vote
@@ -52,7 +52,20 @@ from nereus.errors import InvalidOperation, explain
 
 # oneDNN keeps compiled code for every shape it has met; lengths differ in every step, so a long memory of
 # them only costs: 200 MB for a model of 367 k parameters at its default of 1024, and gains no time.
-PROCESS_DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+#
+# NCCL's watchdog ends the process by default when a peer is gone, after up to a minute in which it dumps what
+# it knows. Here it ends the communicators alone (2), at once: what waits on the device goes on, the next call
+# on them raises, and the worker leaves its generation.
+PROCESS_DEFAULTS = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+def own_device(device: str) -> torch.device:
+    """The device of this process: Ray shows a worker its own GPU alone, and NCCL wants its number."""
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
 class Worker:
@@ -60,9 +73,11 @@ class Worker:
 
     def __init__(self, rank: Rank, device: str, threads: int) -> None:
         set_defaults(PROCESS_DEFAULTS)
+        if workers_per_gpu() > 1:
+            set_defaults({"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
         torch.set_num_threads(threads)
         self.rank = rank
-        self.device = torch.device(device)
+        self.device = own_device(device)
         self._generation: Generation | None = None
         self._engines: dict[str, TrainEngine] = {}
         self._generators: dict[str, GenerateEngine] = {}
@@ -309,16 +324,12 @@ class Worker:
         The channel stays open for as long as the generation lives, so a sync connects only once.
         """
         assert self._generation is not None, "a worker joins a generation before it moves weights"
-        old, new = self._engines.get(source), self._generators.get(destination)
-        report = self.participant.executor.run(
-            self._syncs[source],
-            None if old is None else old.state,
-            None if new is None else new.state,
-            epoch=self._generation.number,
-            deadline=Deadline.after(deadline_s),
-        )
-        if new is not None:
-            new.refresh()
+        engine, generator = self._engines.get(source), self._generators.get(destination)
+        old, new = (None if one is None else one.state for one in (engine, generator))
+        plan, epoch, deadline = self._syncs[source], self._generation.number, Deadline.after(deadline_s)
+        report = self.participant.executor.run(plan, old, new, epoch=epoch, deadline=deadline)
+        if generator is not None:
+            generator.refresh()
         return report.sent_bytes
 
     def begin_transition(self, epoch: int) -> None:

@@ -81,7 +81,13 @@ def _launch(
     which = torch.repeat_interleave(torch.arange(len(regions)), tiles_per_region)
     first = torch.cumsum(tiles_per_region, 0) - tiles_per_region
     tiles = torch.stack((which, torch.arange(len(which)) - first[which]), dim=1)
+    if device.type == "cuda":  # from pageable memory the host would wait for all work before
+        table, tiles = table.pin_memory(), tiles.pin_memory()
     likes = (torch.empty(1, dtype=dtype, device=device) for dtype in (source_dtype, target_dtype))
     _copy_kernel[(len(tiles),)](
-        table.to(device), tiles.to(device), *likes, INTERPRETED=INTERPRETED, TILE=TILE
+        table.to(device, non_blocking=True),
+        tiles.to(device, non_blocking=True),
+        *likes,
+        INTERPRETED=INTERPRETED,
+        TILE=TILE,
     )

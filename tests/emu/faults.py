@@ -25,7 +25,16 @@ from nereus.emu.store import Store, StoreAddress, connect
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transaction import Order, Participant, Phase
 from nereus.emu.transport.collective import CollectiveTransport
-from nereus.emu.transport.protocol import Channel, Deadline, Groups, Operation, Pending, Transport
+from nereus.emu.transport.protocol import (
+    REACHED,
+    Channel,
+    Deadline,
+    Groups,
+    Mark,
+    Operation,
+    Pending,
+    Transport,
+)
 from nereus.emu.unit import Unit
 from nereus.errors import TransportError
 from tests.emu.states import differences, direct_state, empty_state
@@ -118,8 +127,8 @@ class FaultyChannel:
     def fills(self, view: Tensor) -> bool:
         return self.inner.fills(view)
 
-    def settle(self, deadline: Deadline) -> None:
-        self.inner.settle(deadline)
+    def settle(self, deadline: Deadline, mark: Mark = REACHED) -> None:
+        self.inner.settle(deadline, mark)
 
     def close(self, *, broken: bool = False) -> None:
         self.inner.close(broken=broken)

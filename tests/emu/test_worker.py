@@ -22,7 +22,7 @@ from nereus.emu.layout import Layout
 from nereus.emu.stage import FromCheckpoint, FromFolder, Origin, StageSpec
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.tensor import whole
-from nereus.emu.worker import Worker
+from nereus.emu.worker import Worker, own_device
 from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, TokenLoss, make_batch, split
 from tests.emu.processes import Workers
 
@@ -140,3 +140,9 @@ def test_six_steps_equal_three_saved_and_three_under_another_layout(
         else:
             # Other layouts sum in another order; Adam at eps 1e-5 turns that into at most this.
             torch.testing.assert_close(changed[key], tensor, atol=2e-5, rtol=2e-4)
+
+
+def test_a_gpu_has_a_number_which_nccl_asks_for() -> None:
+    """`init_process_group` refuses a device without one."""
+    assert own_device("cuda") == torch.device("cuda", 0)
+    assert own_device("cpu") == torch.device("cpu")

@@ -9,7 +9,6 @@ On CPUs, ranks of one host read one another's memory (`reading`); the communicat
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +24,24 @@ from torch.distributed.distributed_c10d import Store as Client
 
 from nereus.emu.decision import decision_key
 from nereus.emu.layout import Rank
-from nereus.emu.store import StoreAddress, connect, decline, decliners, meet
+from nereus.emu.store import StoreAddress, connect, decline, meet
+from nereus.emu.transport.connecting import (
+    PLACE,
+    Attempt,
+    declined_by,
+    end_groups,
+    make_communicator,
+    prefix_of,
+)
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    POLL_S,
+    REACHED,
     Broadcast,
     Channel,
     Deadline,
     Groups,
+    Mark,
     Operation,
     Pending,
     Receive,
@@ -44,9 +54,7 @@ from nereus.emu.transport.reading import ReadingChannel
 from nereus.errors import TransportError, explain
 
 Key = tuple[int, str]  # epoch, digest
-POLL_S = 0.0005
-CONNECT_POLL_S = 0.05
-PLACE = "open"
+DECIDED_POLL_S = 0.1
 CPU = torch.device("cpu")
 
 
@@ -65,6 +73,7 @@ class CollectiveTransport:
     reads: bool = True
     _open: dict[Key, Channel] = field(default_factory=dict)
     _spent: set[Key] = field(default_factory=set)
+    _ordered: dict[Key, dict[tuple[Rank, ...], Any]] = field(default_factory=dict)
 
     @classmethod
     def connect(
@@ -103,12 +112,17 @@ class CollectiveTransport:
     def _connect(
         self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline, groups: Groups
     ) -> Channel:
+        self._meet(ranks, epoch, digest, deadline)
         communicators: dict[tuple[Rank, ...], Any] = {}
         # All members make their groups in one order, so that none waits for one that waits for it.
         for members in (ranks, *sorted(set(groups) - {ranks})):
             communicators[members] = self._communicator(ranks, members, epoch, digest, deadline)
         channel = _CollectiveChannel(
-            groups=communicators, ranks=ranks, worker=self.worker, device=self.device
+            groups=communicators,
+            ranks=ranks,
+            worker=self.worker,
+            device=self.device,
+            over=partial(self._over, epoch),
         )
         if self.device.type == "cuda":
             return channel
@@ -126,18 +140,18 @@ class CollectiveTransport:
         digest: str,
         deadline: Deadline,
     ) -> Any:
-        """A communicator over some `members` of the channel's ranks; collective over them."""
-        prefix = _prefix(epoch, digest)
+        """A communicator over some `members` of the ranks that have met; collective over them."""
+        prefix = prefix_of(epoch, digest)
         store = PrefixStore(prefix, self.store)
         over = partial(self._over, epoch)
-        if members == ranks:
-            meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s, over=over)
         left = timedelta(seconds=max(0.001, deadline.left_s))
         place = prefix if members == ranks else f"{prefix}/{'-'.join(map(str, members))}"
         rank = members.index(self.worker)
-        attempt = _Attempt(partial(_communicator, self.store, place, rank, len(members), left, self.device))
+        attempt = Attempt(
+            partial(make_communicator, self.store, place, rank, len(members), left, self.device)
+        )
         try:
-            why = attempt.wait(deadline, lambda: over() or _declined(store, ranks))
+            why = attempt.wait(deadline, lambda: over() or declined_by(store, ranks))
         except RuntimeError as error:  # the store is gone
             why = str(error).splitlines()[0]
         if why:
@@ -151,9 +165,28 @@ class CollectiveTransport:
             )
         return attempt.result
 
+    def ordered(
+        self, ranks: Sequence[Rank], order: tuple[Rank, ...], *, epoch: int, digest: str, deadline: Deadline
+    ) -> Any:
+        """The communicator of `order`; see `mesh.Connect`. It is closed with its epoch."""
+        key = (epoch, digest)
+        if key in self._spent:
+            raise spent(epoch, digest)
+        everyone = tuple(sorted(ranks))
+        if key not in self._ordered:
+            self._meet(everyone, epoch, digest, deadline)
+        held = self._ordered.setdefault(key, {})
+        if order not in held:
+            held[order] = self._communicator(everyone, order, epoch, digest, deadline)
+        return held[order]
+
+    def _meet(self, ranks: tuple[Rank, ...], epoch: int, digest: str, deadline: Deadline) -> None:
+        store, over = PrefixStore(prefix_of(epoch, digest), self.store), partial(self._over, epoch)
+        meet(store, PLACE, me=self.worker, workers=ranks, timeout_s=deadline.left_s, over=over)
+
     def decline(self, *, epoch: int, digest: str, reason: str) -> None:
         """See Transport."""
-        store = PrefixStore(_prefix(epoch, digest), self.store)
+        store = PrefixStore(prefix_of(epoch, digest), self.store)
         decline(store, PLACE, worker=self.worker, reason=reason)
 
     def _over(self, epoch: int) -> str:
@@ -165,67 +198,9 @@ class CollectiveTransport:
         for key in [key for key in self._open if key[0] == epoch]:
             self._open.pop(key).close(broken=broken)
             self._spent.add(key)
-
-
-class _Attempt:
-    """A communicator being made on a thread of its own, which can be left behind.
-
-    gloo tries for 25 s to connect to a peer that died between the meeting and the connection, whatever the
-    timeout (measured); NCCL may wait likewise. A thread left behind ends by itself and drops what it made.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.result: Any = None
-        self._problem = ""
-        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
-        self._thread.start()
-
-    def _run(self, make: Callable[[], Any]) -> None:
-        try:
-            self.result = make()
-        except RuntimeError as error:  # includes the store's errors
-            self._problem = str(error).splitlines()[0]
-
-    def wait(self, deadline: Deadline, over: Callable[[], str]) -> str:
-        """Return when it is made, failed, given up by a peer or late: why there is none, or nothing."""
-        pause_s = CONNECT_POLL_S
-        while self._thread.is_alive():
-            self._thread.join(pause_s)
-            pause_s = min(0.1, 2 * pause_s)
-            if not self._thread.is_alive():
-                break
-            if why := over():
-                return why
-            if deadline.left_s == 0:
-                return "no connection at the deadline"
-        return self._problem
-
-
-def _declined(store: Client, ranks: Sequence[Rank]) -> str:
-    words = decliners(store, PLACE, ranks)
-    return ", ".join(f"worker {worker} declined: {why}" for worker, why in words.items())
-
-
-def _prefix(epoch: int, digest: str) -> str:
-    return f"exchange/{epoch}/{digest}"
-
-
-def _communicator(
-    shared: Client, prefix: str, rank: int, size: int, timeout: timedelta, device: torch.device
-) -> Any:
-    """A bare backend object; it is registered nowhere, so nothing global remembers it.
-
-    It gets a connection to the store of its own, since the caller may be left behind in a call on it.
-    """
-    store = PrefixStore(prefix, shared.clone())  # type: ignore[attr-defined]  # missing in the stubs
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        with torch.cuda.device(device):
-            group = dist.ProcessGroupNCCL(store, rank, size, options)
-            group.eager_connect_single_device(device)
-        return group
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+        for key in [key for key in self._ordered if key[0] == epoch]:
+            end_groups(list(self._ordered.pop(key).values()), self.device, broken=broken)
+            self._spent.add(key)
 
 
 @dataclass(eq=False)
@@ -234,7 +209,8 @@ class _CollectiveChannel:
     ranks: tuple[Rank, ...]
     worker: Rank
     device: torch.device
-    _in_flight: list[_Work] = field(default_factory=list)
+    over: Callable[[], str]
+    _in_flight: list[_GroupCall] = field(default_factory=list)
 
     def post(self, operations: Sequence[Operation]) -> Sequence[Pending]:
         assert len(operations) <= MAX_OPERATIONS, f"{len(operations)} operations in one group call"
@@ -251,8 +227,10 @@ class _CollectiveChannel:
             for work in works.values():
                 work.work = joint
             started |= works
-        self._in_flight = [started[index] for index in range(len(operations))]
-        return self._in_flight
+            peers = frozenset(work.peer for work in works.values())
+            self._in_flight.append(_GroupCall(joint, joint.get_future_result(), peers))
+        self._in_flight = [call for call in self._in_flight if not call.done]
+        return [started[index] for index in range(len(operations))]
 
     def _group_of(self, operation: Operation) -> tuple[Rank, ...]:
         return operation.ranks if isinstance(operation, Broadcast) else self.ranks
@@ -308,26 +286,65 @@ class _CollectiveChannel:
         """See Channel."""
         return False
 
-    def settle(self, deadline: Deadline) -> None:
-        """See Channel."""
-        if self.device.type != "cuda":
-            return
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        while not event.query():
+    def settle(self, deadline: Deadline, mark: Mark = REACHED) -> None:
+        """See Channel. The communicator's watchdog notices a peer that is gone and ends the call: the mark is
+        then reached though nothing arrived. It does not notice one that shared memory with this rank; then
+        the driver does, and decides the epoch.
+        """
+        asked_s = time.monotonic()
+        while not mark.reached():
+            self._check_calls()
             if deadline.left_s == 0:
-                raise _late_on_device(self._in_flight, self.worker, deadline)
+                raise self._unsettled(f"deadline {deadline.allowed_s:.3g} s", "every transfer has a deadline")
+            if time.monotonic() - asked_s > DECIDED_POLL_S:
+                if why := self.over():
+                    raise self._unsettled(why, "nothing is moved for an epoch that is decided")
+                asked_s = time.monotonic()
             time.sleep(POLL_S)
+        self._check_calls()
+
+    def _check_calls(self) -> None:
+        for call in self._in_flight:
+            if call.failed:
+                raise self._unsettled("the communicator was ended", "a broken connection ends the epoch")
+        self._in_flight = [call for call in self._in_flight if not call.done]
+
+    def _unsettled(self, values: str, rule: str) -> TransportError:
+        """The error of group calls that did not end well; a call has one completion for all peers."""
+        peers = sorted({peer for call in self._in_flight for peer in call.peers})
+        return TransportError(
+            explain(
+                f"worker {self.worker} waited for its exchange with workers {peers}",
+                values=values,
+                rule=rule,
+                remedy="abort the epoch and continue without the workers that died",
+            )
+        )
 
     def close(self, *, broken: bool = False) -> None:
         """See Channel."""
-        for group in self.groups.values():
-            if broken:
-                group.abort()
-            elif self.device.type == "cuda":
-                group.shutdown()
+        end_groups(list(self.groups.values()), self.device, broken=broken)
         self._in_flight = []
         self.groups.clear()  # the last references: sockets and threads end here
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _GroupCall:
+    """An NCCL group call in flight. `result` is set by the watchdog: 0, or why it ended the call."""
+
+    work: Any
+    result: Any
+    peers: frozenset[Rank]
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended well."""
+        return bool(self.work.is_completed()) and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended otherwise."""
+        return bool(self.result.done()) and int(self.result.value()) != 0
 
 
 @dataclass(eq=False, slots=True)
@@ -349,19 +366,6 @@ class _Work:
             if "Timed out" in reason or "timeout" in reason.lower():
                 raise late(self.action, self.peer, self.me, deadline.allowed_s) from error
             raise failed(self.action, self.peer, self.me, reason) from error
-
-
-def _late_on_device(works: Sequence[_Work], me: Rank, deadline: Deadline) -> TransportError:
-    """The error of a group call that did not end in time; one group call has one completion for all peers."""
-    peers = sorted({work.peer for work in works})
-    return TransportError(
-        explain(
-            f"worker {me} waited for its exchange with workers {peers}",
-            values=f"deadline {deadline.allowed_s:.3g} s",
-            rule="every transfer has a deadline",
-            remedy="abort the epoch and continue without the workers that died",
-        )
-    )
 
 
 def _reason(error: RuntimeError) -> str:

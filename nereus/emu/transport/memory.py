@@ -12,17 +12,20 @@ from torch import Tensor
 from nereus.emu.layout import Rank
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    REACHED,
     Broadcast,
     Channel,
     Deadline,
     Fetch,
     Groups,
+    Mark,
     Offer,
     Operation,
     Pending,
     Send,
     failed,
     late,
+    reached_in_time,
     spent,
 )
 from nereus.errors import TransportError, explain
@@ -140,8 +143,10 @@ class _MemoryChannel:
         """See Channel."""
         return False
 
-    def settle(self, deadline: Deadline) -> None:
-        """Nothing is asynchronous here."""
+    def settle(self, deadline: Deadline, mark: Mark = REACHED) -> None:
+        """Nothing is asynchronous here but the caller's own work."""
+        if not reached_in_time(mark, deadline):
+            raise late("settle with", self.worker, self.worker, deadline.allowed_s)
 
     def close(self, *, broken: bool = False) -> None:
         with self.hub.changed:

@@ -3,7 +3,7 @@
     transport.open(ranks, epoch, digest)  ──collective over ranks──▶  channel
     channel.post([Send(...), Receive(...)])  one group call  ──▶  one Pending for each
     pending.wait(deadline)  the buffer may be read (receive) or reused (send)
-    channel.settle(deadline)  everything posted has happened on the device
+    channel.settle(deadline, mark)  everything up to the mark has happened on the device
     channel.close(broken=...)  peers that still wait for this rank learn it at once
 
 A channel that failed is spent: what it carried may still arrive, so nothing may be received through it again,
@@ -24,6 +24,7 @@ from nereus.emu.layout import Rank
 from nereus.errors import TransportError, explain
 
 Groups = tuple[tuple[Rank, ...], ...]
+POLL_S = 0.0005
 MAX_OPERATIONS = 256  # NCCL can hang when one group call holds more (pytorch#174288)
 
 
@@ -94,6 +95,32 @@ class Broadcast:
 Operation = Send | Receive | Offer | Fetch | Broadcast
 
 
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def reached(self) -> bool:
+        """Whether all work before it is done. Does not wait."""
+        ...
+
+
+class _Reached:
+    def reached(self) -> bool:
+        return True
+
+
+REACHED: Mark = _Reached()
+"""The mark of a device that does its work when it is given."""
+
+
+def reached_in_time(mark: Mark, deadline: Deadline) -> bool:
+    """Ask until the mark is reached or the deadline has passed; a device that hangs holds nobody."""
+    while not mark.reached():
+        if deadline.left_s == 0:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
 class Pending(Protocol):
     """An operation in flight."""
 
@@ -128,8 +155,8 @@ class Channel(Protocol):
         """Whether a Fetch can fill the view as it lies; otherwise give a contiguous buffer."""
         ...
 
-    def settle(self, deadline: Deadline) -> None:
-        """Return when all that was waited for is complete on the device too. Raises TransportError."""
+    def settle(self, deadline: Deadline, mark: Mark = REACHED) -> None:
+        """Return when all that was waited for is complete, and `mark` is reached. Raises TransportError."""
         ...
 
     def close(self, *, broken: bool = False) -> None:

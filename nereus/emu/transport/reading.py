@@ -30,9 +30,11 @@ from nereus.emu.transport import process_memory
 from nereus.emu.transport.process_memory import NO_CARD, WINDOW_NUMBERS, Card, Lease, ReadFailed
 from nereus.emu.transport.protocol import (
     MAX_OPERATIONS,
+    REACHED,
     Broadcast,
     Deadline,
     Fetch,
+    Mark,
     Offer,
     Operation,
     Pending,
@@ -56,7 +58,7 @@ class ByteChannel(Protocol):
         """The numbers of every rank, in the order of ranks. Collective. Raises TransportError."""
         ...
 
-    def settle(self, deadline: Deadline) -> None:
+    def settle(self, deadline: Deadline, mark: Mark = REACHED) -> None:
         """See Channel."""
         ...
 
@@ -142,12 +144,12 @@ class ReadingChannel:
     def _acknowledge(self, peer: Rank) -> None:
         self._acknowledged.append(self.inner.start(Send(peer, torch.ones(1, dtype=torch.uint8)), DONE))
 
-    def settle(self, deadline: Deadline) -> None:
+    def settle(self, deadline: Deadline, mark: Mark = REACHED) -> None:
         """See Channel."""
         for pending in self._acknowledged:
             pending.wait(deadline)
         self._acknowledged.clear()
-        self.inner.settle(deadline)
+        self.inner.settle(deadline, mark)
 
     def close(self, *, broken: bool = False) -> None:
         """See Channel."""
