@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nereus.emu.arena import ShardState
+from nereus.emu.host_ring import HostRing
 from nereus.emu.tensor import Box
 
 
@@ -39,7 +40,14 @@ def fill(state: ShardState, source: LogicalSource, kinds: Mapping[str, str]) -> 
     `kinds` maps a kind of the state to the kind of the source it is read from (`{"master": "theta"}` makes
     master weights from a plain model).
     """
+    ring = HostRing.of(next(iter(state.arenas.values())).device)
     for kind, source_kind in kinds.items():
         arena = state[kind]
         for piece in arena.shard.pieces:
-            arena.piece(piece).copy_(source.read(source_kind, piece.logical, piece.box))
+            read, target = source.read(source_kind, piece.logical, piece.box), arena.piece(piece)
+            if ring is None:
+                target.copy_(read)
+            else:
+                ring.put(read, target)
+    if ring is not None:
+        ring.finish()

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from nereus.emu.host_ring import HostRing
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
@@ -44,10 +46,11 @@ class FileSum:
     crc32: int
 
 
-def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> FileSum:
+def write_tensors(path: Path, tensors: Sequence[Outgoing], ring: HostRing | None = None) -> FileSum:
     """Write a safetensors file, flush it to the disk, and return its size and checksum.
 
-    Wider dtypes go first so that every tensor is aligned to its own element size.
+    Wider dtypes go first so that every tensor is aligned to its own element size. Tensors of a GPU come
+    through its `ring`: one is written while the next is on its way.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -67,10 +70,7 @@ def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> FileSum:
     with path.open("wb") as file:
         for chunk in (len(text).to_bytes(8, "little"), text):
             crc, size = zlib.crc32(chunk, crc), size + file.write(chunk)
-        for tensor in ordered:
-            if tensor.num_bytes == 0:
-                continue
-            raw = _bytes(tensor)
+        for raw in _bytes(ordered, ring):
             crc, size = zlib.crc32(raw, crc), size + file.write(raw)
         file.flush()
         os.fsync(file.fileno())
@@ -105,11 +105,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _bytes(tensor: Outgoing) -> memoryview:
-    numbers = tensor.load()
+def _bytes(tensors: Sequence[Outgoing], ring: HostRing | None) -> Iterator[memoryview]:
+    """The bytes of all tensors one after the other, in pieces that are good until the next is asked for."""
+    loaded = (_load(tensor) for tensor in tensors if tensor.num_bytes)
+    for numbers in loaded if ring is None else ring.get(loaded):
+        yield numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _load(tensor: Outgoing) -> Tensor:
+    numbers = tensor.load().detach()
     assert tuple(numbers.shape) == tensor.shape, (
         f"{tensor.name}: {tuple(numbers.shape)} is not {tensor.shape}"
     )
     assert numbers.dtype == tensor.dtype, f"{tensor.name}: {numbers.dtype} is not {tensor.dtype}"
-    flat = numbers.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return numbers

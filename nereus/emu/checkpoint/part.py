@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nereus.emu.arena import ShardState
 from nereus.emu.checkpoint.ownership import owned_pieces
+from nereus.emu.host_ring import HostRing
 from nereus.emu.layout import Layout, Piece, Rank
 from nereus.emu.tensor import Box, ModelSpec, box_shape
 from nereus.emu.tensor_writer import FileSum, Outgoing, write_tensors
@@ -62,7 +63,8 @@ def write_part(
     pieces = {kind: theta if kind == "theta" else other for kind in kinds}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checksum = write_tensors(path, _outgoing(state, pieces))
+        ring = HostRing.of(next(iter(state.arenas.values())).device)
+        checksum = write_tensors(path, _outgoing(state, pieces), ring)
     except OSError as problem:
         raise CheckpointError(
             explain(
