@@ -27,12 +27,15 @@ What both ends may rely on:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nereus.emu.kinds import DTYPE_BYTES, Kind, KindMove
 from nereus.emu.layout import Rank
 from nereus.emu.tensor import Box, box_size
 from nereus.emu.unit import Unit
+
+if TYPE_CHECKING:
+    from nereus.emu.mesh_moves import MeshMove
 
 Mode = Literal["shadow", "bounded"]
 Side = Literal["old", "new"]
@@ -188,6 +191,8 @@ class RankPlan:
     old: Unit | None
     new: Unit | None
     chunks: tuple[Chunk, ...]
+    meshes: tuple[MeshMove, ...] = ()
+    """Instead of chunks: the rank's part as moves between meshes (`mesh_moves`)."""
 
     @property
     def rounds(self) -> tuple[Round, ...]:

@@ -13,6 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import ray
@@ -36,6 +37,7 @@ from nereus.emu.engines.rejoining import RejoiningEngine, agreed, made_alike
 from nereus.emu.executor import Executor
 from nereus.emu.groups import Generation, backend_for
 from nereus.emu.hf_folder import HFSource
+from nereus.emu.lanes import Lanes
 from nereus.emu.layout import Layout, Rank, shard
 from nereus.emu.loss import Loss
 from nereus.emu.optimizer_slices import optimizer_stage
@@ -46,6 +48,7 @@ from nereus.emu.store import StoreAddress
 from nereus.emu.timings import Observed, Timings
 from nereus.emu.transaction import Applied, Moved, Order, Participant
 from nereus.emu.transport.collective import CollectiveTransport
+from nereus.emu.transport.mesh import M2nResharder, MeshMover
 from nereus.emu.transport.protocol import Deadline
 from nereus.emu.unit_groups import UnitGroups
 from nereus.errors import InvalidOperation, explain
@@ -327,10 +330,21 @@ class Worker:
         engine, generator = self._engines.get(source), self._generators.get(destination)
         old, new = (None if one is None else one.state for one in (engine, generator))
         plan, epoch, deadline = self._syncs[source], self._generation.number, Deadline.after(deadline_s)
-        report = self.participant.executor.run(plan, old, new, epoch=epoch, deadline=deadline)
+        if plan.meshes:
+            sent_bytes = self._mover.run(plan, old, new, epoch=epoch, deadline=deadline)
+        else:
+            report = self.participant.executor.run(plan, old, new, epoch=epoch, deadline=deadline)
+            sent_bytes = report.sent_bytes
         if generator is not None:
             generator.refresh()
-        return report.sent_bytes
+        return sent_bytes
+
+    @cached_property
+    def _mover(self) -> MeshMover:
+        """What moves weights between meshes. Raises InvalidOperation where this machine cannot."""
+        transport = self.participant.executor.transport
+        assert isinstance(transport, CollectiveTransport), "a worker's transport is between processes"
+        return MeshMover(transport.ordered, M2nResharder.load(self.device), Lanes.of(self.device))
 
     def begin_transition(self, epoch: int) -> None:
         """Open an epoch; operations follow."""

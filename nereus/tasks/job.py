@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nereus.config import CampaignConfig
+from nereus.config.environment import uses_m2n
 from nereus.data.order import Cursor
 from nereus.emu.checkpoint.control import Control
 from nereus.emu.checkpoint.folder import step_folder
@@ -261,7 +262,8 @@ def build_stages(
     if generation.shares is not None:
         return None
     topology = topology_of(cluster.pool(), stages, device=device)
-    plans = plan_weight_sync(training, generation, topology, limits_on(device))
+    meshes = device == "cuda" and uses_m2n()
+    plans = plan_weight_sync(training, generation, topology, limits_on(device), by_meshes=meshes)
     held = {rank: Call("hold_sync_plan", (training.name, plan)) for rank, plan in plans.items()}
     cluster.run(held, what="hold the weight sync's plan")
     if not isinstance(generation.origin, FromMemory):

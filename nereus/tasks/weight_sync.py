@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from nereus.emu.kinds import KindMove, serving_kinds, training_kinds
 from nereus.emu.layout import Rank
+from nereus.emu.mesh_moves import mesh_moves
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.reshard import Limits, plan_reshard
 from nereus.emu.stage import StageSpec
@@ -13,9 +14,12 @@ from nereus.emu.topology import Topology
 
 
 def plan_weight_sync(
-    training: StageSpec, generation: StageSpec, topology: Topology, limits: Limits
+    training: StageSpec, generation: StageSpec, topology: Topology, limits: Limits, *, by_meshes: bool = False
 ) -> dict[Rank, RankPlan]:
-    """Each involved rank's part of the plan. The placement is the configured one."""
+    """Each involved rank's part of the plan. The placement is the configured one.
+
+    `by_meshes`: as moves between meshes. Raises InvalidOperation then, where the plan cannot be moved so.
+    """
     kinds = training_kinds(training.model.dtype)
     served = serving_kinds(generation.model.dtype)
     plan = plan_reshard(
@@ -28,4 +32,19 @@ def plan_weight_sync(
         placement="as_given",
         limits=limits,
     )
-    return {rank: plan.rank_plan(rank) for rank in plan.ranks}
+    if not by_meshes:
+        return {rank: plan.rank_plan(rank) for rank in plan.ranks}
+    moves, ranks = mesh_moves(plan), tuple(sorted(plan.ranks))
+    return {
+        rank: RankPlan(
+            rank=rank,
+            ranks=ranks,
+            digest=plan.digest,
+            mode="shadow",
+            old=plan.old_unit(rank),
+            new=plan.new_unit(rank),
+            chunks=(),
+            meshes=tuple(move for move in moves if rank in move.ranks),
+        )
+        for rank in ranks
+    }
