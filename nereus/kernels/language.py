@@ -50,7 +50,8 @@ def narrow(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """`x` in another dtype, rounded to nearest even. The interpreter would truncate to bf16, so there it is
     done on the bits.
     """
-    if INTERPRETED and x.dtype == tl.float32 and tl.bfloat16 == DTYPE:
+    if INTERPRETED and x.dtype != tl.bfloat16 and tl.bfloat16 == DTYPE:
+        x = x.to(tl.float32)
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FC0, rounded)

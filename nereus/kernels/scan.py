@@ -31,6 +31,7 @@ def gae_scan(rewards_bt: Tensor, values_bt: Tensor, set_bt: Tensor, *, gamma: fl
     """
     if runs_triton(values_bt):
         return _scan_triton(rewards_bt, values_bt, set_bt, gamma, gamma * lam)
+    rewards_bt, values_bt = rewards_bt.float(), values_bt.float()
     advantages_bt = torch.zeros_like(values_bt)
     next_value_b = torch.zeros_like(values_bt[:, 0])
     next_advantage_b = torch.zeros_like(next_value_b)
