@@ -1,11 +1,13 @@
 """The section of the GPU suite that runs a campaign: PPO of a random Llama of about 100 M parameters.
 
-A transition needs two GPUs, for a GPU has one worker; on one GPU the campaign runs under a fixed plan and the
-table says so.
+A transition needs two workers. Where NCCL lets ranks share a GPU (2.30), one GPU holds both, and the campaign
+moves from tp 2 to two units on the way as it does on two GPUs; elsewhere it runs under a fixed plan on one
+GPU and the table says so.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu_moves import shares_gpu
 from benchmarks.gpu_sections import Row, Size
 from nereus.config import CampaignConfig
 
@@ -27,8 +30,11 @@ def campaign_rows(device: torch.device, size: Size) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         num_parameters = _make_model(Path(folder) / "model", size)
         num_gpus = min(2, torch.cuda.device_count()) if device.type == "cuda" else 2
+        if num_gpus == 1 and shares_gpu(device):
+            num_gpus = 2
+            os.environ["NEREUS_WORKERS_PER_GPU"] = "2"
         config = CampaignConfig.model_validate(_tree(Path(folder), device.type, num_gpus, size))
-        moves = "moves from tp 2 to two units" if num_gpus > 1 else "one GPU: no move is possible"
+        moves = "moves from tp 2 to two units" if num_gpus > 1 else "one worker: no move is possible"
         if not size.claims:
             from nereus.tasks.prepare import prepare_campaign
 

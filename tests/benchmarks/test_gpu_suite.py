@@ -45,6 +45,7 @@ def test_every_section_runs_on_tiny_shapes(tmp_path: Path) -> None:
     assert found["interpret"] is True
     sections = {row["section"] for row in found["rows"]}
     assert sections == {
-        "log-probs", "regions", "gae", "whitening", "AdamW", "calibration", "shared GPU", "campaign",
+        "log-probs", "regions", "gae", "whitening", "AdamW", "calibration", "shared GPU", "exchange", "m2n",
+        "host", "pages", "campaign",
     }  # fmt: skip
     assert all(row["ok"] is None for row in found["rows"]), "tiny shapes claim nothing"
