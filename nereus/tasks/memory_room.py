@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nereus.config.environment import gives_back_gpu_memory
 from nereus.emu.cluster import Call
 from nereus.emu.kinds import DTYPE_BYTES
 from nereus.emu.layout import Rank
@@ -45,13 +46,15 @@ def add_units(held: Counter[Rank], units: list[Unit], spec: StageSpec) -> None:
 
 
 def memory_room(job: Job) -> dict[Rank, int]:
-    """What every live worker may hold of state, by `cluster.gpu_memory_gb`, else by what its host has free.
+    """What every live worker may hold of state, by `cluster.gpu_memory_gb`, else by what its host or its GPU
+    has free.
 
-    Copies in the memory of peers are left out of it. Empty for GPUs: there a shard without room is a no vote,
-    and no mode needs less, because their memory cannot be given back in parts.
+    Copies in the memory of peers are left out of it. Empty for GPUs whose memory cannot be given back in
+    parts: there a shard without room is a no vote, and no mode needs less.
     """
     config, cluster = job.config, job.cluster
-    if device(config) != "cpu":
+    on_cpu = device(config) == "cpu"
+    if not on_cpu and not gives_back_gpu_memory():
         return {}
     copies: Counter[Rank] = Counter()
     for name, units in job.copies.units.items() if job.copies is not None else ():
@@ -59,9 +62,10 @@ def memory_room(job: Job) -> dict[Rank, int]:
     if config.cluster.gpu_memory_gb is not None:
         cap = int(config.cluster.gpu_memory_gb * 1e9)
         return {rank: cap - copies[rank] for rank in cluster.ranks}
-    # Hosts have the memory, so one worker of each is asked; if possible not one that may be generating.
+    # Hosts have the memory, so one worker of each is asked; if possible not one that may be generating. A GPU
+    # has its own.
     busy = set(job.stages[GENERATION].ranks)
-    node = {gpu.rank: gpu.node for gpu in cluster.pool()}
+    node = {gpu.rank: gpu.node if on_cpu else gpu.rank for gpu in cluster.pool()}
     first = {node[rank]: rank for rank in sorted(cluster.ranks, key=lambda rank: rank not in busy)}
     answers = cluster.run(dict.fromkeys(first.values(), Call("free_bytes")), what="ask for room")
     held, workers = held_bytes(job.stages), Counter(node.values())
