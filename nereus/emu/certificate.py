@@ -86,6 +86,8 @@ class _Search:
         self.shake: Callable[[], float] | None = None
         self.sequence: list[int] = []
         self.dead: set[frozenset[int]] = set()
+        released = problem.released
+        self._by_release = sorted(range(len(problem.tasks)), key=lambda number: (-released[number], number))
 
     def run(self, group: tuple[int, ...], *, shake: Callable[[], float] | None) -> bool:
         """Extend the sequence by all of the group; False leaves it as it was."""
@@ -97,10 +99,8 @@ class _Search:
             left = tuple(number for number in left if number not in self.done)
             if not left:
                 return True
-            choices = (
-                [] if frozenset(left) in self.dead else sorted(filter(self._fits, left), key=self._worth)
-            )
-            open_sets.append((left, iter(choices), forced))
+            is_dead = bool(self.dead) and frozenset(left) in self.dead
+            open_sets.append((left, iter(()) if is_dead else self._choices(left), forced))
             chosen = None
             while chosen is None:
                 left, rest, forced = open_sets[-1]
@@ -115,6 +115,15 @@ class _Search:
                     self._undo(1)
             self.steps -= 1
             self._take(chosen)
+
+    def _choices(self, left: tuple[int, ...]) -> Iterator[int]:
+        """The tasks that fit, best first. Where no task waits for another their worth never changes, so that
+        one order does for all choices; the next is then looked for when it is asked for.
+        """
+        if self.shake is None and not any(self.problem.unlocks):
+            waiting = set(left)
+            return (number for number in self._by_release if number in waiting and self._fits(number))
+        return iter(sorted(filter(self._fits, left), key=self._worth))
 
     def _take_forced(self, group: tuple[int, ...]) -> int:
         """Take tasks that fit and leave no bin fuller, until there is none; returns their number."""
@@ -177,6 +186,9 @@ class Certificate:
         self.settled = list(problem.used)
         self._group_of = {number: at for at, sequence in enumerate(sequences) for number in sequence}
         self._sequences = [list(sequence) for sequence in sequences]
+        self._on_bin: dict[int, list[int]] = defaultdict(list)
+        for sequence in sequences:
+            self._enter(sequence)
         self._begun: set[int] = set()
         self._refused: dict[int, int] = {}
 
@@ -188,39 +200,47 @@ class Certificate:
         if self._refused.get(number) == len(self._begun):
             return False  # nothing has started since: ends of tasks change nothing here
         sequence = self._sequences[at]
-        if sequence[0] != number and not self._still_fits(sequence, number):
+        if sequence[0] != number and not self._still_fits(number):
             rest = self._another(sequence, number) if len(sequence) <= SMALL else None
             if rest is None:
                 self._refused[number] = len(self._begun)
                 return False
+            self._leave(sequence)
             self._sequences[at] = rest
+            self._enter(rest)
         else:
             sequence.remove(number)
+            self._leave((number,))
         for place, net in self.problem.net[number].items():
             self.settled[place] += net
         self._begun.add(number)
         return True
 
-    def _still_fits(self, sequence: Sequence[int], number: int) -> bool:
-        """Whether the tasks before it in the sequence fit beside what it leaves."""
-        tasks, cap = self.problem.tasks, self.problem.cap
-        added = self.problem.net[number]
-        level = {place: self.settled[place] + net for place, net in added.items() if net > 0}
-        if not level:
-            return True
-        for other in sequence:
-            if other == number:
-                return True
-            task = tasks[other]
-            for place, amount in task.acquires:
-                if place in level:
-                    level[place] += amount
-                    if level[place] > cap[place]:
-                        return False
-            for place, amount in task.releases:
-                if place in level:
-                    level[place] -= amount
-        raise AssertionError(f"I13: task {number} is not in its sequence")
+    def _enter(self, sequence: Sequence[int]) -> None:
+        for number in sequence:
+            for place in self.problem.net[number]:
+                self._on_bin[place].append(number)
+
+    def _leave(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            for place in self.problem.net[number]:
+                self._on_bin[place].remove(number)
+
+    def _still_fits(self, number: int) -> bool:
+        """Whether the tasks before it in its sequence fit beside what it leaves."""
+        amounts, cap = self.problem.amounts, self.problem.cap
+        for place, net in self.problem.net[number].items():
+            if net <= 0:
+                continue
+            level = self.settled[place] + net
+            for other in self._on_bin[place]:
+                if other == number:
+                    break
+                acquired, released = amounts[other][place]
+                if acquired and level + acquired > cap[place]:
+                    return False
+                level += acquired - released
+        return True
 
     def _another(self, sequence: Sequence[int], number: int) -> list[int] | None:
         """Another sequence of the rest, were the task started now."""

@@ -25,6 +25,13 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
     """
 
     nodes = [frozenset(ranks) for ranks in topology.nodes]
+    largest: dict[tuple[str, int, tuple[int, ...]], int] = {}
+
+    def shard(unit: Unit) -> int:
+        key = (unit.id.model_stage, unit.layout.tp, unit.layout.layers)
+        if key not in largest:
+            largest[key] = max(sizes(unit))
+        return largest[key]
 
     def seconds(chain: Chain) -> float:
         if not chain.makes:
@@ -32,7 +39,7 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
         home = nodes[topology.node_of(chain.makes[0].layout.ranks[0])]
         near = all(home.issuperset(unit.layout.ranks) for unit in (*chain.makes, *chain.reads))
         link = topology.node if near else topology.network
-        return max(max(sizes(unit)) for unit in chain.makes) / link.bytes_per_s + link.latency_s
+        return max([shard(unit) for unit in chain.makes]) / link.bytes_per_s + link.latency_s
 
     return seconds
 

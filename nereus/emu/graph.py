@@ -12,7 +12,7 @@ resource edges by those that memory really needs (`nereus.emu.schedule`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,9 +21,10 @@ import networkx as nx
 
 from nereus.emu.chains import Chain
 from nereus.emu.derivation import change_of
+from nereus.emu.footprint import Footprint, footprint
 from nereus.emu.layout import Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Operation, Split, apply_all
-from nereus.emu.precedence import ChainEdge, precedence
+from nereus.emu.precedence import ChainEdge, is_acyclic, precedence
 from nereus.emu.topology import Topology
 from nereus.emu.unit import ClusterState, Unit, UnitId
 from nereus.errors import InvalidOperation, explain
@@ -96,7 +97,7 @@ class TransitionGraph:
 
     def __post_init__(self) -> None:
         # Operations of a chain are in line, so the graph has a circle exactly if its chains have one.
-        if not _is_acyclic(len(self.chains), self.edges):
+        if not is_acyclic(len(self.chains), [(first, then) for first, then, _ in self.edges]):
             circle = " -> ".join(first for first, _ in nx.find_cycle(self.digraph))
             raise InvalidOperation(
                 explain(
@@ -106,6 +107,11 @@ class TransitionGraph:
                     remedy="drop one of these edges; old and new state then meet in memory",
                 )
             )
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Where its chains lie."""
+        return footprint(self.chains)
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -216,21 +222,6 @@ class TransitionGraph:
         )
 
 
-def _is_acyclic(num: int, edges: Sequence[ChainEdge]) -> bool:
-    waits = [0] * num
-    then_of: list[list[int]] = [[] for _ in range(num)]
-    for first, then, _ in edges:
-        waits[then] += 1
-        then_of[first].append(then)
-    ready = [number for number, count in enumerate(waits) if count == 0]
-    for number in ready:  # grows while it is walked
-        for then in then_of[number]:
-            waits[then] -= 1
-            if waits[then] == 0:
-                ready.append(then)
-    return len(ready) == num
-
-
 def _node_id(chain: Chain, at: int) -> str:
     return f"{chain.id} {at}"
 
@@ -268,7 +259,12 @@ def build_graph(
         change = change_of(model_stage, old, new, others, topology)
         kept += change.kept
         chains += change.chains
-    return TransitionGraph(before=before, kept=tuple(kept), chains=tuple(chains), edges=precedence(chains))
+    lie = footprint(chains)
+    graph = TransitionGraph(
+        before=before, kept=tuple(kept), chains=tuple(chains), edges=precedence(chains, lie)
+    )
+    graph.__dict__["footprint"] = lie  # the cached property, which is known here
+    return graph
 
 
 def _by_model_stage(state: ClusterState) -> dict[str, tuple[Unit, ...]]:

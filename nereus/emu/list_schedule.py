@@ -168,17 +168,21 @@ def _link_work(problem: Problem) -> list[float]:
         [task.copies for task in problem.tasks],
     ):
         if any(masks):
-            uses = _bits(masks)
-            np.maximum(work, (uses * (seconds @ uses)).max(axis=1), out=work)
+            bits = _bits(masks)
+            task, rank = np.divmod(np.flatnonzero(bits), bits.shape[1])
+            busy = np.bincount(rank, weights=seconds[task])
+            begins = np.flatnonzero(np.diff(task, prepend=-1))
+            most = np.maximum.reduceat(busy[rank], begins)
+            work[task[begins]] = np.maximum(work[task[begins]], most)
     out: list[float] = work.tolist()
     return out
 
 
-def _bits(masks: Sequence[RankMask]) -> NDArray[np.uint8]:
-    """[tasks, ranks] 1 where the mask has the rank."""
+def _bits(masks: Sequence[RankMask]) -> NDArray[np.bool_]:
+    """[tasks, ranks] whether the mask has the rank."""
     width = max(mask.bit_length() for mask in masks) // 8 + 1
     packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
-    return np.unpackbits(packed.reshape(len(masks), width), axis=1, bitorder="little")
+    return np.unpackbits(packed.reshape(len(masks), width), axis=1, bitorder="little").view(np.bool_)
 
 
 def _longest_paths(problem: Problem) -> list[float]:

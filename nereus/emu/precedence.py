@@ -7,34 +7,49 @@ other takes, the order of stages decides: generation, inference, training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+
 from nereus.emu.chains import Chain
-from nereus.emu.layout import Rank
+from nereus.emu.footprint import Footprint, footprint
 from nereus.emu.unit import UnitId
 
 STAGE_ORDER = {"generation": 0, "inference": 1, "training": 2}
 Reason = Literal["resource", "source"]
 ChainEdge = tuple[int, int, Reason]  # chain `first` before chain `then`
+Pair = tuple[int, int]  # the same without its reason
 
 
-def precedence(chains: Sequence[Chain]) -> tuple[ChainEdge, ...]:
+def precedence(chains: Sequence[Chain], lie: Footprint | None = None) -> tuple[ChainEdge, ...]:
     """Edges between chains, sorted. `source`: the first reads what the other ends. `resource`: see above.
 
-    Resource edges are left out where they would close a circle: there, old and new state meet.
+    Resource edges are left out where they would close a circle: there, old and new state meet. `lie` is the
+    footprint of the chains, where it is known.
     """
     hard = _source_edges(chains)
     keys = [_key(chain) for chain in chains]
-    wants = _wants(chains, keys)
-    if not hard and not any(wants):
-        return ()
-    before: list[set[int]] = [set() for _ in chains]
-    for first, then in hard:
-        before[then].add(first)
-    place = {number: at for at, number in enumerate(_order(keys, before, wants))}
-    soft = {(j, i) for i, wanted in enumerate(wants) for j in wanted if place[j] < place[i]}
+    soft = _releases_first(chains, lie or footprint(chains), keys)
+    if soft and not is_acyclic(len(chains), [*hard, *soft]):
+        soft = _without_circles(keys, hard, soft)
     return tuple(sorted([(i, j, "source") for i, j in hard] + [(i, j, "resource") for i, j in soft - hard]))
+
+
+def is_acyclic(num: int, edges: Iterable[Pair]) -> bool:
+    """Whether edges between so many nodes close no circle."""
+    waits = [0] * num
+    then_of: list[list[int]] = [[] for _ in range(num)]
+    for first, then in edges:
+        waits[then] += 1
+        then_of[first].append(then)
+    ready = [number for number, count in enumerate(waits) if count == 0]
+    for number in ready:  # grows while it is walked
+        for then in then_of[number]:
+            waits[then] -= 1
+            if waits[then] == 0:
+                ready.append(then)
+    return len(ready) == num
 
 
 def _source_edges(chains: Sequence[Chain]) -> frozenset[tuple[int, int]]:
@@ -59,23 +74,35 @@ def _key(chain: Chain) -> Key:
     return bool(chain.makes), STAGE_ORDER.get(chain.model_stage.rpartition(".")[2], 3), chain.id
 
 
-def _wants(chains: Sequence[Chain], keys: Sequence[Key]) -> list[set[int]]:
-    """For every chain, those of other model-stages that free ranks on which it makes shards."""
-    stage = [chain.model_stage for chain in chains]
-    enders: dict[Rank, tuple[int, ...]] = {}
-    for number, chain in enumerate(chains):
-        for unit in chain.ends:
-            for rank in unit.layout.ranks:
-                enders[rank] = (*enders.get(rank, ()), number)
-    wants: list[set[int]] = []
-    for number, chain in enumerate(chains):
-        met = {enders.get(rank, ()) for unit in chain.makes for rank in unit.layout.ranks}
-        mine = stage[number]
-        wants.append({other for others in met for other in others if stage[other] != mine})
-    for i, wanted in enumerate(wants):
-        if wanted:
-            wanted.difference_update([j for j in wanted if i in wants[j] and keys[i] < keys[j]])
-    return wants
+def _releases_first(chains: Sequence[Chain], lie: Footprint, keys: Sequence[Key]) -> set[Pair]:
+    """(giver, taker) for chains of different model-stages, where one frees ranks on which the other makes
+    shards. Where each does, the lower key goes first.
+    """
+    ends, makes = lie.ends, lie.makes
+    if not len(ends.ranks) or not len(makes.ranks):
+        return set()
+    names = {name: at for at, name in enumerate(dict.fromkeys([chain.model_stage for chain in chains]))}
+    stage = np.array([names[chain.model_stage] for chain in chains], dtype=np.int64)
+    # [model-stage, rank] the chain that frees it there: units of one model-stage share no rank.
+    frees = np.full((len(names), lie.num_ranks), -1)
+    frees[stage[ends.chains], ends.ranks] = ends.chains
+    givers = frees[:, makes.ranks]
+    met = (givers >= 0) & (np.arange(len(names))[:, None] != stage[makes.chains])
+    takers = np.broadcast_to(makes.chains, met.shape)
+    pairs = np.unique(givers[met] * len(chains) + takers[met])
+    found = set(zip(*(part.tolist() for part in np.divmod(pairs, len(chains))), strict=True))
+    return {(i, j) for i, j in found if (j, i) not in found or keys[i] < keys[j]}
+
+
+def _without_circles(keys: Sequence[Key], hard: Collection[Pair], soft: Collection[Pair]) -> set[Pair]:
+    """The soft edges that agree with one order of all chains, which keeps as many as it can."""
+    before: list[set[int]] = [set() for _ in keys]
+    wants: list[set[int]] = [set() for _ in keys]
+    for edges, given in ((hard, before), (soft, wants)):
+        for first, then in edges:
+            given[then].add(first)
+    place = {number: at for at, number in enumerate(_order(keys, before, wants))}
+    return {(i, j) for i, j in soft if place[i] < place[j]}
 
 
 def _order(keys: Sequence[Key], before: list[set[int]], wants: list[set[int]]) -> list[int]:

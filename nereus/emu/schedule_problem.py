@@ -14,9 +14,10 @@ from functools import cached_property
 from itertools import chain as joined
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nereus.emu.chain_time import Seconds
+from nereus.emu.chains import Chain
+from nereus.emu.footprint import Entries, Ints, ranks_of
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
 from nereus.emu.shard_bytes import Sizes
@@ -79,6 +80,17 @@ class Problem:
         return tuple(out)
 
     @cached_property
+    def amounts(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """For every task, by bin, what it acquires and what it releases."""
+        out: list[dict[int, tuple[int, int]]] = []
+        for task in self.tasks:
+            both = {place: (amount, 0) for place, amount in task.acquires}
+            for place, amount in task.releases:
+                both[place] = (both.get(place, (0, 0))[0], amount)
+            out.append(both)
+        return tuple(out)
+
+    @cached_property
     def harmless(self) -> tuple[bool, ...]:
         """For every task, whether it leaves no bin fuller than it found it."""
         return tuple(all(net <= 0 for net in added.values()) for added in self.net)
@@ -133,59 +145,74 @@ def mask_of(ranks: Iterable[Rank]) -> RankMask:
     return mask
 
 
-def _mask_of_units(units: Sequence[Unit]) -> RankMask:
-    mask = 0
-    for unit in units:
-        ranks = unit.layout.ranks
-        low, high = ranks[0], ranks[-1]
-        if high - low + 1 == len(ranks) and ranks == tuple(range(low, high + 1)):
-            mask |= ((1 << len(ranks)) - 1) << low  # the common case, at once
-        else:
-            mask |= mask_of(ranks)
-    return mask
-
-
 def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Seconds) -> Problem:
     """The scheduling problem of a graph. Raises Infeasible when the target itself exceeds a rank's memory."""
-    ended = [unit for chain in graph.chains for unit in chain.ends]
-    made = [unit for chain in graph.chains for unit in chain.makes]
-    num_ranks = max(graph.before.ranks, default=0) + 1
-    used, gone, come = (_load(units, sizes, num_ranks) for units in (graph.before.units, ended, made))
+    chains, lie = graph.chains, graph.footprint
+    ended, made = (
+        _Bytes(lies, sizes, [unit for units in units_of for unit in units])
+        for lies, units_of in (
+            (lie.ends, [chain.ends for chain in chains]),
+            (lie.makes, [chain.makes for chain in chains]),
+        )
+    )
+    num_ranks = max(max(graph.before.ranks, default=0) + 1, lie.num_ranks)
+    used = _load(ranks_of(graph.before.units), _amounts(graph.before.units, sizes), num_ranks)
+    gone, come = (_load(one.lies.ranks, one.amounts, num_ranks) for one in (ended, made))
     cap = np.full(num_ranks, room.cap_bytes, dtype=np.int64)
     for rank, limit in room.cap_by_rank.items():
         if rank < num_ranks:
             cap[rank] = limit
     _check_target(used - gone + come, cap)
-    tight = np.flatnonzero(used + come > cap)
-    bins, acquires, releases = _bins(graph, sizes, tight.tolist(), used, cap)
+    bins, acquires, releases = _bins(chains, ended, made, used, cap, np.flatnonzero(used + come > cap))
     first = [ranks[0] for ranks in bins]
     before: dict[int, list[int]] = {}
     for first_chain, then, reason in graph.edges:
         if reason == "source":
             before.setdefault(then, []).append(first_chain)
+    sends, receives = (_masks(lies, len(chains), num_ranks) for lies in (lie.reads, lie.makes))
     tasks = tuple(
         Task(
             chain=number,
             # Above zero, so that what a chain takes is never counted as freed at the same moment.
             seconds=max(SHORTEST_S, seconds(chain)) if chain.makes else 0.0,
-            sends=_mask_of_units(chain.reads),
-            receives=_mask_of_units(chain.makes),
-            acquires=tuple(sorted(acquires[number].items())),
-            releases=tuple(sorted(releases[number].items())),
+            sends=sends[number],
+            receives=receives[number],
+            acquires=tuple(acquires.get(number, ())),
+            releases=tuple(releases.get(number, ())),
             after=tuple(sorted(before.get(number, ()))),
         )
-        for number, chain in enumerate(graph.chains)
+        for number, chain in enumerate(chains)
     )
     return Problem(tasks=tasks, bins=bins, used=tuple(used[first].tolist()), cap=tuple(cap[first].tolist()))
 
 
-def _load(units: Sequence[Unit], sizes: Sizes, num_ranks: int) -> NDArray[np.int64]:
+class _Bytes:
+    """The shards that chains end, or make: where they lie, and how large they are, entry by entry."""
+
+    def __init__(self, lies: Entries, sizes: Sizes, units: Sequence[Unit]) -> None:
+        self.lies = lies
+        self.amounts = _amounts(units, sizes)
+
+
+def _masks(lies: Entries, num_chains: int, num_ranks: int) -> list[RankMask]:
+    """The ranks of every chain as bits."""
+    bits = np.zeros((num_chains, num_ranks), dtype=np.bool_)
+    bits[lies.chains, lies.ranks] = True
+    packed = np.packbits(bits, axis=1, bitorder="little")
+    width, data = packed.shape[1], packed.tobytes()
+    return [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width)]
+
+
+def _load(ranks: Ints, amounts: Ints, num_ranks: int) -> Ints:
     """Bytes on every rank."""
-    ranks = np.fromiter(joined.from_iterable(unit.layout.ranks for unit in units), dtype=np.int64)
-    amounts = np.fromiter(joined.from_iterable(_sizes(units, sizes)), dtype=np.int64)
     out = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(out, ranks, amounts)
     return out
+
+
+def _amounts(units: Sequence[Unit], sizes: Sizes) -> Ints:
+    """Bytes of the shards of units, one unit after the other."""
+    return np.fromiter(joined.from_iterable(_sizes(units, sizes)), dtype=np.int64)
 
 
 def _sizes(units: Sequence[Unit], sizes: Sizes) -> Iterator[tuple[int, ...]]:
@@ -199,7 +226,7 @@ def _sizes(units: Sequence[Unit], sizes: Sizes) -> Iterator[tuple[int, ...]]:
         yield amounts
 
 
-def _check_target(used: NDArray[np.int64], cap: NDArray[np.int64]) -> None:
+def _check_target(used: Ints, cap: Ints) -> None:
     over = used - cap
     if (over > 0).any():
         rank = int(over.argmax())
@@ -214,32 +241,46 @@ def _check_target(used: NDArray[np.int64], cap: NDArray[np.int64]) -> None:
 
 
 def _bins(
-    graph: TransitionGraph,
-    sizes: Sizes,
-    tight: list[Rank],
-    used: NDArray[np.int64],
-    cap: NDArray[np.int64],
-) -> tuple[tuple[tuple[Rank, ...], ...], list[dict[int, int]], list[dict[int, int]]]:
-    """Group tight ranks by what happens on them; and every chain's amounts by bin."""
-    acquires: list[dict[int, int]] = [{} for _ in graph.chains]
-    releases: list[dict[int, int]] = [{} for _ in graph.chains]
-    if not tight:
+    chains: Sequence[Chain], ended: _Bytes, made: _Bytes, used: Ints, cap: Ints, tight: Ints
+) -> tuple[tuple[tuple[Rank, ...], ...], dict[int, list[tuple[int, int]]], dict[int, list[tuple[int, int]]]]:
+    """Group tight ranks by what happens on them; and every chain's acquisitions and releases by bin."""
+    acquires: dict[int, list[tuple[int, int]]] = {}
+    releases: dict[int, list[tuple[int, int]]] = {}
+    if not len(tight):
         return (), acquires, releases
-    events: dict[Rank, list[tuple[int, bool, int]]] = {rank: [] for rank in tight}
-    for number, chain in enumerate(graph.chains):
-        for makes, units in ((False, chain.ends), (True, chain.makes)):
-            for unit in units:
-                for rank, amount in zip(unit.layout.ranks, sizes(unit), strict=True):
-                    if rank in events:
-                        events[rank].append((number, makes, amount))
-    members: dict[tuple[object, ...], list[Rank]] = {}
-    for rank, happens in events.items():
-        members.setdefault((int(used[rank]), int(cap[rank]), *happens), []).append(rank)
-    bins = tuple(tuple(ranks) for ranks in members.values())
-    for number, ranks in enumerate(bins):
-        for chain_number, makes, amount in events[ranks[0]]:
-            (acquires if makes else releases)[chain_number][number] = amount
-    return bins, acquires, releases
+    names = {name: at for at, name in enumerate(dict.fromkeys([chain.model_stage for chain in chains]))}
+    stage = np.array([names[chain.model_stage] for chain in chains], dtype=np.int64)
+    column = np.full(len(used), -1)
+    column[tight] = np.arange(len(tight))
+    # [model-stage and whether made, tight rank]: units of one model-stage share no rank.
+    who = np.full((2 * len(names), len(tight)), -1)
+    amount = np.zeros_like(who)
+    for side, one in enumerate((ended, made)):
+        there = np.flatnonzero(column[one.lies.ranks] >= 0)
+        at, number = column[one.lies.ranks[there]], one.lies.chains[there]
+        who[2 * stage[number] + side, at] = number
+        amount[2 * stage[number] + side, at] = one.amounts[there]
+    first, bin_of = _alike(np.vstack((used[tight], cap[tight], who, amount)))
+    members: list[list[Rank]] = [[] for _ in first]
+    for at, rank in zip(bin_of.tolist(), tight.tolist(), strict=True):
+        members[at].append(rank)
+    who, amount = who[:, first].T, amount[:, first].T
+    place, row = np.nonzero(who >= 0)
+    happens = (place, row % 2, who[place, row], amount[place, row])
+    for at, is_made, number, size in zip(*(part.tolist() for part in happens), strict=True):
+        (acquires if is_made else releases).setdefault(number, []).append((at, size))
+    return tuple(map(tuple, members)), acquires, releases
+
+
+def _alike(columns: Ints) -> tuple[Ints, Ints]:
+    """The first of every group of equal columns, in order, and the group of every column."""
+    rows = np.ascontiguousarray(columns.T)
+    keys = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
+    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return first[order], place[group]
 
 
 def host_bytes(problem: Problem, topology: Topology) -> dict[int, int]:
