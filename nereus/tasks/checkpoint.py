@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from prefect import task
@@ -40,7 +41,7 @@ def save_checkpoint(job: Job) -> Path:
             parts += [part for part, _ in written.values()]
             steps[stage] = written[ranks[0]][1]
             specs[model] = job.stages[stage].tensors
-        control = control_record(job, steps)
+        control = replace(control_record(job, steps), prompt_lengths=job.lengths.means)
         job.checkpoint = commit(folder, specs, parts, control, keep_last=job.config.checkpoint.keep_last)
     return job.checkpoint
 

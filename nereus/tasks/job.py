@@ -101,7 +101,7 @@ class Job:
     tried: int = -1
     """The step that was tried last."""
     again: bool = False
-    """Whether this is another try of it."""
+    """Whether this is another try of it, or it moved on the way: then it ran under two plans."""
     began_s: float = 0.0
     """When its first try began, on the clock of `time.perf_counter`."""
     measured: Measured | None = None
@@ -218,6 +218,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             state=state,
             adam_steps=counted_steps(stages),
             checkpoint=None if checkpoint is None else checkpoint.path,
+            lengths=restored_lengths(checkpoint),
         )
 
 
@@ -226,6 +227,11 @@ def restored_state(checkpoint: Checkpoint | None) -> CampaignState:
     if checkpoint is None:
         return CampaignState()
     return state_of(checkpoint.control)
+
+
+def restored_lengths(checkpoint: Checkpoint | None) -> LengthHistory:
+    """What a checkpoint knows of response lengths; nothing without a checkpoint."""
+    return LengthHistory.of({} if checkpoint is None else checkpoint.control.prompt_lengths)
 
 
 def state_of(control: Control) -> CampaignState:

@@ -1,12 +1,15 @@
 """How long the responses to a prompt were: what says which rows to begin first. Pure.
 
 A row that is begun late and becomes long keeps its unit busy when all others are done. Lengths of one prompt
-are alike from one pass over the data to the next, so what it took last tells who should begin early.
+are alike from one pass over the data to the next, so what it took last tells who should begin early. It goes
+into checkpoints, so that a run that continues begins its rows in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,7 +23,17 @@ NEWEST = 0.5  # weight of the newest pass in a prompt's mean
 class LengthHistory:
     """Mean response length by prompt, newest passes first in weight."""
 
-    _means: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _means: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, means: Mapping[str, float]) -> LengthHistory:
+        """The history that had these `means`."""
+        return cls(_means=dict(means))
+
+    @property
+    def means(self) -> Mapping[str, float]:
+        """Mean length in tokens by the prompt's key: a digest of its tokens."""
+        return dict(self._means)
 
     def longest_first(self, prompts: PromptBatch) -> list[int]:
         """The rows in the order of their expected lengths, those of unknown prompts where the mean of all
@@ -33,7 +46,7 @@ class LengthHistory:
 
     def add(self, prompts: PromptBatch, lens_b: Tensor) -> None:
         """The response lengths of these rows."""
-        lengths: dict[tuple[int, ...], list[int]] = {}
+        lengths: dict[str, list[int]] = {}
         for key, length in zip(_keys(prompts), lens_b.tolist(), strict=True):
             lengths.setdefault(key, []).append(length)
         for key, of_prompt in lengths.items():
@@ -41,6 +54,11 @@ class LengthHistory:
             self._means[key] = NEWEST * mean + (1 - NEWEST) * self._means.get(key, mean)
 
 
-def _keys(prompts: PromptBatch) -> Sequence[tuple[int, ...]]:
+def _keys(prompts: PromptBatch) -> Sequence[str]:
     lens = prompts.lens_b.tolist()
-    return [tuple(tokens[:num]) for tokens, num in zip(prompts.tokens_bs.tolist(), lens, strict=True)]
+    return [_key(tokens[:num]) for tokens, num in zip(prompts.tokens_bs.tolist(), lens, strict=True)]
+
+
+def _key(tokens: Sequence[int]) -> str:
+    packed = struct.pack(f"<{len(tokens)}q", *tokens)
+    return hashlib.blake2b(packed, digest_size=10).hexdigest()

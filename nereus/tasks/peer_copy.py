@@ -29,6 +29,7 @@ from nereus.tasks.control import control_record
 from nereus.tasks.counters import adam_steps
 from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages, state_of
+from nereus.tasks.length_history import LengthHistory
 from nereus.tasks.peer_places import Copies, Place, copy_name, copy_units, model_of
 from nereus.tasks.resume import MODEL_OF_STAGE, newest_checkpoint
 from nereus.tasks.stages import GENERATION, TRAINING
@@ -63,6 +64,8 @@ def copy_to_peers(job: Job) -> None:
         moves = [move for spec in trained for move in moves_away(spec, units[spec.name])]
         decision = _carry_out(job, moves, control.to_json())
         if decision.commits:
+            # The lengths stay with the driver: workers have no use for them.
+            control = replace(control, prompt_lengths=job.lengths.means)
             before, job.copies = job.copies, Copies(control=control, units=units)
             _drop(job, before)
         else:
@@ -115,6 +118,7 @@ def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
     job.stages, job.is_built = stages, True
     job.adam_steps = {name: _steps_of(copies, name) for name in copies.units}
     job.state, job.tried = state_of(copies.control), -1
+    job.lengths = LengthHistory.of(copies.control.prompt_lengths)
     job.log.rewind(job.state.step)
     return True
 

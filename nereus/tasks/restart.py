@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nereus.emu.stage import StageSpec
 from nereus.tasks.device import device
-from nereus.tasks.job import Job, build_stages, counted_steps, restored_state
+from nereus.tasks.job import Job, build_stages, counted_steps, restored_lengths, restored_state
 from nereus.tasks.resume import newest_checkpoint, with_origin
 
 
@@ -26,7 +26,7 @@ def restart_from_storage(job: Job, then: Mapping[str, StageSpec]) -> None:
     job.weight_sync = build_stages(job.cluster, stages, device=device(job.config))
     job.stages, job.is_built = stages, True
     job.adam_steps = counted_steps(stages)
-    job.state = restored_state(checkpoint)
+    job.state, job.lengths = restored_state(checkpoint), restored_lengths(checkpoint)
     job.checkpoint = None if checkpoint is None else checkpoint.path
     job.tried = -1
     job.log.rewind(job.state.step)

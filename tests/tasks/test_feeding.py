@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nereus.emu.checkpoint.control import Control
 from nereus.tasks.feeding import Pool
 from nereus.tasks.length_history import LengthHistory
 from nereus.tasks.turning import in_turning_order
@@ -90,3 +91,21 @@ def test_prompts_that_were_long_begin_first_and_unknown_ones_in_the_middle() -> 
     assert history.longest_first(prompts) == [2, 3, 4, 5, 0, 1]
     history.add(prompts.select([0, 1]), torch.tensor([400, 400]))  # the newest pass counts half
     assert history.longest_first(prompts) == [0, 1, 4, 5, 2, 3]
+
+
+def test_a_history_that_went_through_a_checkpoint_gives_the_same_order() -> None:
+    history = LengthHistory()
+    prompts = make_prompts([[1], [2, 5], [2, 6], [3]])
+    history.add(prompts, torch.tensor([10, 90, 40, 70]))
+    control = Control(
+        step=1,
+        policy_version=1,
+        epoch=0,
+        position=0,
+        seed=0,
+        config_digest="",
+        prompt_lengths=history.means,
+    )
+    restored = LengthHistory.of(Control.from_json(control.to_json()).prompt_lengths)
+    assert restored.longest_first(prompts) == history.longest_first(prompts) == [1, 3, 2, 0]
+    assert restored == history

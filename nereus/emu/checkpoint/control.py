@@ -24,7 +24,8 @@ class Control:
 
     `epoch` and `position` are the data cursor, in prompts. `config_digest` names the configuration that was
     running. `counters` are integers that must not start over (random streams beyond (seed, step), rollouts
-    made); `scalars` are slow floats (adaptive KL coefficient, estimator averages).
+    made); `scalars` are slow floats (adaptive KL coefficient, estimator averages). `prompt_lengths` are mean
+    response lengths in tokens by a prompt's key (`nereus.tasks.length_history`); checkpoints alone have them.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Control:
     optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
+    prompt_lengths: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """A JSON object; floats are written so that they read back to the same bits."""
