@@ -19,7 +19,7 @@ from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.mesh import M2nResharder, MeshMover
 from nereus.emu.transport.protocol import Deadline, Receive, Send
 from nereus.emu.unit import Unit
-from nereus.emu.worker import PROCESS_DEFAULTS
+from nereus.emu.worker_process import PROCESS_DEFAULTS
 from nereus.errors import TransportError
 from tests.emu.states import differences, direct_state, empty_state
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.config.environment import reads_memory, set_defaults, workers_per_gpu
+from nereus.config.environment import reads_memory
 from nereus.emu import tracing
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.ballot import Vote
@@ -51,33 +51,15 @@ from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.mesh import M2nResharder, MeshMover
 from nereus.emu.transport.protocol import Deadline
 from nereus.emu.unit_groups import UnitGroups
+from nereus.emu.worker_process import own_device, prepare_process
 from nereus.errors import InvalidOperation, explain
-
-# oneDNN keeps compiled code for every shape it has met; lengths differ in every step, so a long memory of
-# them only costs: 200 MB for a model of 367 k parameters at its default of 1024, and gains no time.
-#
-# NCCL's watchdog ends the process by default when a peer is gone, after up to a minute in which it dumps what
-# it knows. Here it ends the communicators alone (2), at once: what waits on the device goes on, the next call
-# on them raises, and the worker leaves its generation.
-PROCESS_DEFAULTS = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-
-
-def own_device(device: str) -> torch.device:
-    """The device of this process: Ray shows a worker its own GPU alone, and NCCL wants its number."""
-    return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
 class Worker:
     """Holds engines by model-stage. Created by `Cluster` as a Ray actor, or directly in tests."""
 
     def __init__(self, rank: Rank, device: str, threads: int) -> None:
-        set_defaults(PROCESS_DEFAULTS)
-        if workers_per_gpu() > 1:
-            set_defaults({"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        prepare_process()
         torch.set_num_threads(threads)
         self.rank = rank
         self.device = own_device(device)

@@ -22,7 +22,8 @@ from nereus.emu.layout import Layout
 from nereus.emu.stage import FromCheckpoint, FromFolder, Origin, StageSpec
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.tensor import whole
-from nereus.emu.worker import Worker, own_device
+from nereus.emu.worker import Worker
+from nereus.emu.worker_process import own_device
 from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, TokenLoss, make_batch, split
 from tests.emu.processes import Workers
 
