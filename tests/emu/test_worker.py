@@ -17,13 +17,16 @@ from nereus.emu.checkpoint.control import Control, OptimizerRecord
 from nereus.emu.checkpoint.source import CheckpointSource
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.torch.optimizer import AdamW
-from nereus.emu.hf_folder import write_hf_folder
+from nereus.emu.hf_folder import HFSource, write_hf_folder
 from nereus.emu.layout import Layout
-from nereus.emu.stage import FromCheckpoint, FromFolder, Origin, StageSpec
+from nereus.emu.reshard import Limits
+from nereus.emu.stage import FromCheckpoint, FromFolder, FromStage, Origin, StageSpec
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.tensor import whole
+from nereus.emu.topology import Topology
 from nereus.emu.worker import Worker
 from nereus.emu.worker_process import own_device
+from nereus.tasks.weight_sync import plan_weight_sync
 from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, TokenLoss, make_batch, split
 from tests.emu.processes import Workers
 
@@ -50,10 +53,14 @@ class Driver:
 
     def build(self, spec: StageSpec) -> None:
         """A new generation over the stage's ranks, and its shards."""
-        self._generation += 1
         ranks = sorted(spec.ranks)
-        self.workers.run(do, "join", self._address, self._generation, ranks, 60.0, workers=ranks)
+        self.join(ranks)
         self.workers.run(do, "build", spec, workers=ranks)
+
+    def join(self, ranks: list[int]) -> None:
+        """A new generation."""
+        self._generation += 1
+        self.workers.run(do, "join", self._address, self._generation, ranks, 60.0, workers=ranks)
 
     def train(self, spec: StageSpec, batches: list[TrainBatch]) -> None:
         """One step a batch; its rows are dealt to the units, two micro-batches each."""
@@ -141,6 +148,40 @@ def test_six_steps_equal_three_saved_and_three_under_another_layout(
         else:
             # Other layouts sum in another order; Adam at eps 1e-5 turns that into at most this.
             torch.testing.assert_close(changed[key], tensor, atol=2e-5, rtol=2e-4)
+
+
+def holds(rank: int, name: str, folder: Path) -> bool:
+    """Whether this process's shard of a model-stage holds the weights of a folder, bit for bit."""
+    assert _worker is not None
+    theta, source = _worker.participant.live[name]["theta"], HFSource(folder)
+    return all(
+        torch.equal(theta.piece(piece), source.read("theta", piece.logical, piece.box))
+        for piece in theta.shard.pieces
+    )
+
+
+def test_a_sync_brings_trainings_weights_to_generation_on_other_workers(
+    driver: Driver, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write_hf_folder(Random(SMALL), SMALL, folder)
+    training = stage(SMALL, FromFolder(folder=folder), tp=2, pp=1, dp=1)
+    layout = Layout.make(decoder_spec(SMALL), tp=1, pp=1, ranks=(3,))
+    generation = StageSpec(
+        name="actor.generation", role="generation", model=SMALL, units=(layout,), origin=FromStage(stage=NAME)
+    )
+    ranks = [0, 1, 3]
+    driver.join(ranks)
+    for spec in (training, generation):
+        driver.workers.run(do, "build", spec, workers=ranks)
+    assert not driver.workers.run(holds, generation.name, folder, workers=(3,))[3]
+    plans = plan_weight_sync(training, generation, Topology.single_node(4), Limits())
+    for rank, plan in plans.items():
+        driver.workers.run(do, "hold_sync_plan", NAME, plan, workers=(rank,))
+    sent = driver.workers.run(do, "sync_weights", NAME, generation.name, 60.0, workers=ranks)
+    assert driver.workers.run(holds, generation.name, folder, workers=(3,))[3]
+    assert sent[0] > 0
+    assert sent[3] == 0
 
 
 def test_a_gpu_has_a_number_which_nccl_asks_for() -> None:
