@@ -65,12 +65,14 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def talking_to(url: str) -> Iterator[None]:
     """Inside, flows of this process are runs on the server at `url`."""
-    from prefect.context import _temporary_global_settings_context, get_settings_context
+    import prefect.context as contexts
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     # Threads see the process's settings: Prefect's own harness replaces them in the same way.
-    with (
-        temporary_settings({PREFECT_API_URL: f"{url}/api"}),
-        _temporary_global_settings_context(get_settings_context()),
-    ):
-        yield
+    with temporary_settings({PREFECT_API_URL: f"{url}/api"}):
+        before = contexts.GLOBAL_SETTINGS_CONTEXT
+        contexts.GLOBAL_SETTINGS_CONTEXT = contexts.get_settings_context()
+        try:
+            yield
+        finally:
+            contexts.GLOBAL_SETTINGS_CONTEXT = before

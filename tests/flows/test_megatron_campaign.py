@@ -15,7 +15,11 @@ from nereus.record.metrics import read_records
 from nereus.record.transitions import read_transitions
 from nereus.tasks.prepare import prepare_campaign
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("server", "ray_pool")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("server", "ray_pool"),
+    pytest.mark.timeout(1200),
+]
 pytest.importorskip("megatron.core")
 Make = Callable[..., CampaignConfig]
 

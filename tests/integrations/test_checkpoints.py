@@ -231,16 +231,23 @@ def test_zero_checkpoints_of_deepspeed_give_its_own_numbers(
     pair: Workers, tmp_path: Path, stage: int
 ) -> None:
     pytest.importorskip("deepspeed")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
     start = folder_of(UNTIED, tmp_path / "model")
     actor = tmp_path / "ckpt" / "_actor"
-    arguments = (str(tmp_path / "store"), str(actor), str(start), stage)
-    state = pair.run(save_as_openrlhf, *arguments, timeout_s=240.0)[0]
+    pair.run(save_as_openrlhf, str(tmp_path / "store"), str(actor), str(start), stage, timeout_s=240.0)
     opened = open_folder(tmp_path / "ckpt", config=replace(UNTIED, dtype="bf16"))
     assert (opened.format, opened.adam_steps) == ("zero", 2)
+    held = get_fp32_state_dict_from_zero_checkpoint(actor)
+    weights = {name: tensor.detach().float() for name, tensor in held.items()}
+    state = {
+        "master": {name: tensor.numpy() for name, tensor in weights.items()},
+        "exp_avg": {name: (2 * tensor).numpy() for name, tensor in weights.items()},
+        "exp_avg_sq": {name: tensor.square().numpy() for name, tensor in weights.items()},
+    }
     assert_same(opened.source, state, list(opened.spec.by_name))
-    weights = {name: torch.from_numpy(one).bfloat16() for name, one in state["master"].items()}
     for name, tensor in weights.items():
-        assert torch.equal(opened.source.read("theta", name, whole(tuple(tensor.shape))), tensor)
+        assert torch.equal(opened.source.read("theta", name, whole(tuple(tensor.shape))), tensor.bfloat16())
 
 
 def nereus(*arguments: object) -> int:
