@@ -34,9 +34,11 @@ def asked(model: str = "llama-3.1-8b", engines: Engines = VLLM, **options: str) 
     return replace(made, workload=replace(made.workload, engines=engines), space=Space.GENERAL)
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-1.5b", "qwen2.5-0.5b", "llama-3.1-8b"])
 @pytest.mark.parametrize("training", ["torch", "megatron", "deepspeed"])
-@pytest.mark.parametrize("cluster", ["2x8xH100", "2x6xH100"])
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [("qwen2.5-1.5b", "2x8xH100"), ("llama-3.1-8b", "2x8xH100"), ("qwen2.5-0.5b", "2x6xH100")],
+)
 def test_every_assignment_of_a_plan_is_one_that_its_engine_runs(
     model: str, training: str, cluster: str
 ) -> None:
