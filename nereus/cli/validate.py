@@ -20,19 +20,22 @@ REWARD_TEXT = {
 def validate(file: CampaignFile, overrides: Overrides = None) -> None:
     """Check a campaign without starting anything.
 
-    Reads the file, the models' headers, the tokenizer, the prompts and the reward, and checks that they fit
-    together and onto the cluster. Exits with 2 and says what to change when something is wrong.
+    Reads the file, the models' headers, the tokenizer, the prompts, the reward and the tools, and checks that
+    they fit together and onto the cluster. Exits with 2 and says what to change when something is wrong.
     """
     config = load_campaign(file, overrides or ())
     console = Console()
     with console.status("reading models, prompts and reward"):
-        from nereus.rewards.configured import configured_reward
+        from nereus.rewards.configured import configured_reward, configured_tools
         from nereus.tasks.prepare import prepare_campaign  # loads torch
 
         prepared = prepare_campaign(config)
         if config.reward.kind != "model":  # a reward model was read with the others
             with configured_reward(config.reward):
                 pass  # its process has loaded the function
+        if config.tools is not None:
+            with configured_tools(config.tools):
+                pass
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, text in prepared.summary():
         table.add_row(label, text)

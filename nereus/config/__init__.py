@@ -34,6 +34,7 @@ from nereus.config.models import ModelsConfig, Precision
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig, StagePlan
 from nereus.config.prompts import FileData, LongPrompts, PromptsConfig, PythonData, ReasoningGymData
 from nereus.config.reward import CodeReward, JudgeReward, ModelReward, PythonReward, ReasoningGymReward
+from nereus.config.tools import ToolsConfig
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "RlooConfig",
     "SamplingConfig",
     "StagePlan",
+    "ToolsConfig",
     "Tracking",
     "TransitionsConfig",
     "environment_folder",

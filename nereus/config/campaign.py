@@ -31,6 +31,7 @@ from nereus.config.paths import OutputPath
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig
 from nereus.config.prompts import PromptsConfig
 from nereus.config.reward import CodeReward, JudgeReward, ModelReward, PythonReward, ReasoningGymReward
+from nereus.config.tools import ToolsConfig
 from nereus.config.training import BatchConfig, OptimizerConfig, SamplingConfig
 
 
@@ -94,6 +95,8 @@ class CampaignConfig(Frozen):
     """
     sampling: SamplingConfig = SamplingConfig()
     """How the policy answers."""
+    tools: ToolsConfig | None = None
+    """Tools that the policy may use while it answers, turn after turn; none when absent."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     engines: EnginesConfig = EnginesConfig()

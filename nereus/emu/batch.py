@@ -45,18 +45,33 @@ class PromptBatch(_Rows):
     """Prompts to answer: int64 `tokens_bs` right-padded, `lens_b`, and `sample_ids_b` that key the
     randomness.
 
-    Rows with `greedy_b` true are decoded by argmax whatever the temperature (ReMax baselines).
+    Rows with `greedy_b` true are decoded by argmax whatever the temperature (ReMax baselines). A prompt may
+    end with the first tokens of its response, which then goes on: int64 `first_b` is the number of these
+    tokens, None where there are none, and `limit_b` the most tokens to draw, None where the sampling's limit
+    holds for all.
     """
 
     tokens_bs: Tensor
     lens_b: Tensor
     sample_ids_b: Tensor
     greedy_b: Tensor
+    first_b: Tensor | None = None
+    limit_b: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         """Number of prompts."""
         return int(self.tokens_bs.shape[0])
+
+    @property
+    def positions_b(self) -> Tensor:
+        """The position in its response of each row's next token; int64 [b]."""
+        return torch.zeros_like(self.lens_b) if self.first_b is None else self.first_b
+
+    def limits_b(self, sampling: Sampling) -> Tensor:
+        """The most tokens to draw for each row; int64 [b]."""
+        most = sampling.max_new_tokens
+        return torch.full_like(self.lens_b, most) if self.limit_b is None else self.limit_b.clamp(max=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +110,10 @@ class Rollouts(_Rows):
     temperature) before top-p, zero beyond a response; scoring and training use the same temperature.
     `stopped_b` is false for a response that reached the length limit. `sample_ids_b` keys the row's
     randomness. `version` is the policy's, and the first one's where several drew the tokens one after the
-    other: int64 `versions_bt` then names each token's.
+    other: int64 `versions_bt` then names each token's. Bool `policy_bt` is true where the policy drew the
+    token, and false at what it observed in between: the output of a tool; None where it drew all of them. At
+    observed tokens log-probabilities and versions mean nothing, and `policy_mask` is what every statistic and
+    loss goes by.
     """
 
     batch: TokenBatch
@@ -104,6 +122,19 @@ class Rollouts(_Rows):
     sample_ids_b: Tensor
     version: int
     versions_bt: Tensor | None = None
+    policy_bt: Tensor | None = None
+
+    def policy_mask(self) -> Tensor:
+        """Bool [b, t]: true at the response tokens that the policy drew. Nothing that is learnt or averaged
+        reads another one (I16).
+        """
+        mask_bt = self.batch.response_mask()
+        return mask_bt if self.policy_bt is None else mask_bt & self.policy_bt[:, : mask_bt.shape[1]]
+
+    @property
+    def policy_lens_b(self) -> Tensor:
+        """How many tokens of each response the policy drew; int64 [b]."""
+        return self.policy_mask().sum(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +148,7 @@ class Scores(_Rows):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch(_Rows):
-    """Rows to learn from. `mask_bt` is float 0/1: the produced tokens that count in the loss.
+    """Rows to learn from. `mask_bt` is float 0/1: the tokens that the policy drew and that count in the loss.
 
     Actor training reads `old_logprobs_bt`, `advantages_bt` and, for a KL loss, `reference_logprobs_bt`;
     critic training reads `old_values_bt` and `returns_bt`. Absent ones are None. `behaviour_logprobs_bt` are
@@ -149,8 +180,7 @@ class TrainBatch(_Rows):
 class Sampling:
     """How to decode. `temperature` 0 means greedy. Tokens come from the nucleus `top_p` of the `top_k` most
     likely ones (None: of all). Randomness is counter-based by (seed, stream, step, sample id, position), so
-    it does not move with the layout. A response whose first tokens are part of the prompt goes on at
-    `first_position`.
+    it does not move with the layout.
     """
 
     max_new_tokens: int
@@ -160,7 +190,6 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     step: int = 0
-    first_position: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

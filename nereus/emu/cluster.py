@@ -30,6 +30,7 @@ from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, expla
 
 START_S = 300.0  # a worker imports torch, on a busy machine from a cold disk
 POLL_S = 0.5  # the longest a stop goes unnoticed (docs/design/calls-to-workers.md)
+BETWEEN_S = 0.01  # the longest that others who have calls to make in a conversation go unasked
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,12 @@ class Cluster:
         """The live workers."""
         return tuple(sorted(self._actors))
 
+    @property
+    def num_local(self) -> int:
+        """The live workers on this machine."""
+        here = str(ray.get_runtime_context().get_node_id())
+        return sum(self._nodes[rank] == here for rank in self.ranks)
+
     def next_epoch(self) -> int:
         """A number that was never used: generations and transitions are counted together."""
         self._epoch += 1
@@ -275,18 +282,31 @@ class Cluster:
         return results
 
     def converse(
-        self, first: Mapping[Rank, Call], then: Callable[[Rank, Any], Mapping[Rank, Call]], *, what: str
+        self,
+        first: Mapping[Rank, Call],
+        then: Callable[[Rank, Any], Mapping[Rank, Call]],
+        *,
+        what: str,
+        between: Callable[[bool], Mapping[Rank, Call]] | None = None,
     ) -> None:
         """Send calls and, as each result arrives, the calls with which `then` answers it, until no call is
         left. Workers do not wait for one another.
 
+        `between` is asked all the while for further calls, and told whether no call is under way: then it may
+        wait for something else, and if it has none either, the conversation is over.
+
         Raises as `run` does. What `take_busy_s` is told is the sum of the busiest worker.
         """
         pending, busy_s = self.submit(first), dict.fromkeys(self.ranks, 0.0)
-        while pending:
+        poll_s = POLL_S if between is None else BETWEEN_S
+        while True:
             if self.stop.is_set() or self._halted.is_set():
                 raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_S)
+            if between is not None:
+                pending |= self.submit(between(not pending))
+            if not pending:
+                break
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=poll_s)
             for ref in ready:
                 rank = pending.pop(ref)
                 result, seconds = _value(ref, rank, what)

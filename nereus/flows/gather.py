@@ -64,7 +64,7 @@ def _until_enough_teach(job: Job, once: Once, max_batches: int) -> Gathered:
         batches.append(Answered(rollouts=rollouts, rewards=rewards))
         kept = keep_groups(batches, samples=size.samples, wanted=size.prompts)
     assert kept is not None, "max_batches is at least one"
-    penalty_b = length_penalty(job.config, kept.used.rollouts.batch.response_lens_b)
+    penalty_b = length_penalty(job.config, kept.used.rollouts.policy_lens_b)
     if kept.num_taught == 0:
         raise DataError(
             explain(

@@ -1,4 +1,4 @@
-"""One reward process as its parent sees it: start, send a line, read lines, kill.
+"""One process of a user's function as its parent sees it: start, send a line, read lines, kill.
 
 Non-blocking on both pipes, so that no child, however stuck, can stop the loop that watches all of them.
 """
@@ -30,6 +30,7 @@ class Child:
         self,
         *,
         target: str,
+        kind: str,
         batched: bool,
         environment: Mapping[str, str],
         arguments: Mapping[str, object],
@@ -50,7 +51,8 @@ class Child:
         os.set_blocking(self.stdout, False)
         self.unsent = b""
         self._unread = b""
-        self.send({"target": target, "batched": batched, "arguments": arguments, "sys_path": [*sys.path]})
+        start = {"target": target, "kind": kind, "batched": batched, "arguments": arguments}
+        self.send(start | {"sys_path": [*sys.path]})
 
     @property
     def pid(self) -> int:
@@ -82,7 +84,7 @@ class Child:
             except BlockingIOError:
                 return None
             if not chunk:
-                raise EOFError(f"the reward process ended with code {self.kill()}")
+                raise EOFError(f"the process ended with code {self.kill()}")
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         message: dict[str, Any] = json.loads(line)

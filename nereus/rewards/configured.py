@@ -1,15 +1,16 @@
-"""The reward function that a campaign asks for."""
+"""The reward function and the tools that a campaign asks for."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
 
-from nereus.config import CodeReward, JudgeReward, PythonReward, ReasoningGymReward
+from nereus.config import CodeReward, JudgeReward, PythonReward, ReasoningGymReward, ToolsConfig
 from nereus.errors import ConfigError, explain
 from nereus.rewards.function import RewardFunction
 from nereus.rewards.process import ProcessReward
 from nereus.rewards.sandbox import Sandbox, SandboxError, check_sandbox
+from nereus.rewards.tools import Tools
 
 GYM_TARGET = "nereus.rewards.gym_score:score"
 CODE_TARGET = "nereus.rewards.code_score:score"
@@ -33,13 +34,26 @@ def configured_reward(
         return _code_reward(config, stop)
     if isinstance(config, ReasoningGymReward):
         return ProcessReward(
-            target=GYM_TARGET, limit_s=config.timeout_s, num_processes=config.workers, stop=stop
+            target=GYM_TARGET,
+            limit_s=config.timeout_s,
+            num_processes=config.workers,
+            stop=stop,
         )
     return ProcessReward(
         target=config.function,
         limit_s=config.timeout_s,
         num_processes=config.workers,
         batched=config.batched,
+        stop=stop,
+    )
+
+
+def configured_tools(config: ToolsConfig, *, stop: threading.Event | None = None) -> Tools:
+    """The tools; their processes run inside the context. `stop` ends calls under way."""
+    return Tools(
+        target=config.function,
+        limit_s=config.timeout_s,
+        num_processes=config.workers,
         stop=stop,
     )
 

@@ -17,12 +17,16 @@ that is no finite number; returned None, which is how a function declines.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """One response to score. `ground_truth` and `extra` are the prompt's, as JSON values."""
+    """One response to score. `turns` are the texts that the model wrote, one where no tools came in between;
+    `response` is all that follows the prompt, what tools said among it. `ground_truth` and `extra` are the
+    prompt's, as JSON values.
+    """
 
     sample_id: int
     prompt: str
     response: str
     response_token_ids: tuple[int, ...]
+    turns: tuple[str, ...] = ()
     ground_truth: Json = None
     extra: Mapping[str, Json] = field(default_factory=dict)
 

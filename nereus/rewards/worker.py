@@ -1,11 +1,12 @@
-"""The program of a reward process: loads one function, then answers requests line by line.
+"""The program of a process for a user's function, a reward or a tool: loads it, then answers requests.
 
     parent                                   worker
-      | {"target", "batched",              ->   |  load
+      | {"target", "kind", "batched",      ->   |  load
       |  "arguments", "sys_path"}               |
       | <-  {"ready": true} or {"failed": why}  |
       | {"requests": [...]}                ->   |  call
-      | <-  {"values": [...]} or {"exception"}  |
+      | <-  {"values": [...], "cpu_s"}          |
+      |     or {"exception", "cpu_s"}           |
 
 Lines of JSON, so nothing that the user's code makes is ever unpickled. Run as a file with `python -P`, with
 the standard library only: the process holds no more than the user's file imports, and no folder of this
@@ -21,15 +22,17 @@ import inspect
 import json
 import math
 import os
+import resource
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-NAMES = ("prompt", "response", "response_token_ids", "ground_truth", "extra", "sample_id")
+REWARD_NAMES = ("prompt", "response", "response_token_ids", "turns", "ground_truth", "extra", "sample_id")
+TOOL_NAMES = ("prompt", "response", "turn", "turns", "state", "ground_truth", "extra", "sample_id")
 VERL_NAMES = ("solution_str", "data_source", "extra_info")  # so that a verl compute_score works as it is
 MAX_DETAIL = 500
 
@@ -57,13 +60,22 @@ def main() -> None:
     sys.path[:] = start["sys_path"]
     try:
         function = partial(load(start["target"]), **start["arguments"])
-        names = wanted(function)
+        kind = KINDS[start["kind"]]
+        names = wanted(function, *kind.names)
     except (Exception, SystemExit) as error:
         reply({"failed": describe(error)})
         return
     reply({"ready": True})
     for line in requests:
-        reply(call(function, names, json.loads(line)["requests"], batched=start["batched"]))
+        began_s = cpu_seconds()
+        answer = call(function, names, kind.read, json.loads(line)["requests"], batched=start["batched"])
+        reply({**answer, "cpu_s": cpu_seconds() - began_s})
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -90,19 +102,19 @@ def load(target: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def wanted(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments that the function takes, by name; all of `NAMES` if it takes any keyword."""
+def wanted(function: Callable[..., Any], own: Sequence[str], foreign: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that the function takes, by name; all of `own` if it takes any keyword."""
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind == parameter.VAR_KEYWORD:
-            names += [name for name in NAMES if name not in names]
+            names += [name for name in own if name not in names]
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            if parameter.name in NAMES + VERL_NAMES:
+            if parameter.name in (*own, *foreign):
                 names.append(parameter.name)
             elif parameter.default is parameter.empty:
+                verl = f" (and verl's {', '.join(foreign)})" if foreign else ""
                 raise CannotLoad(
-                    f"the function needs an argument {parameter.name!r}; there are {', '.join(NAMES)} "
-                    f"(and verl's {', '.join(VERL_NAMES)})"
+                    f"the function needs an argument {parameter.name!r}; there are {', '.join(own)}{verl}"
                 )
     return tuple(dict.fromkeys(names))
 
@@ -110,6 +122,7 @@ def wanted(function: Callable[..., Any]) -> tuple[str, ...]:
 def call(
     function: Callable[..., Any],
     names: Sequence[str],
+    read: Callable[[Any], Any],
     requests: Sequence[Mapping[str, Any]],
     *,
     batched: bool,
@@ -126,13 +139,13 @@ def call(
                 return {
                     "exception": f"a batched reward must return {len(requests)} values; it returned {got}"
                 }
-            return {"values": [as_number(value) for value in values]}
-        (values,) = [function(**{name: columns[name][i] for name in names}) for i in range(len(requests))]
-        return {"values": [as_number(values)]}
+            return {"values": [read(value) for value in values]}
+        (value,) = [function(**{name: columns[name][i] for name in names}) for i in range(len(requests))]
+        return {"values": [read(value)]}
     except (
         Exception,
         SystemExit,
-    ) as error:  # the user's code may raise anything; it becomes a missing reward
+    ) as error:  # the user's code may raise anything; it becomes a missing value
         return {"exception": describe(error)}
 
 
@@ -159,6 +172,35 @@ def as_number(value: Any) -> float | dict[str, str] | None:
         return {"invalid": f"returned {value!r:.60}, a {type(value).__name__} and no number"}
     number = float(value)
     return number if math.isfinite(number) else {"invalid": f"returned {number}"}
+
+
+def as_observation(value: Any) -> dict[str, Any]:
+    """Text and state, or what is wrong with the value: text, None, or a mapping of `observation` and maybe
+    `state`.
+    """
+    text, state = value, None
+    if isinstance(value, Mapping) and "observation" in value and value.keys() <= {"observation", "state"}:
+        text, state = value["observation"], value.get("state")
+    if text is not None and not isinstance(text, str):
+        return {"invalid": f"returned {value!r:.60}, neither text nor None nor {{'observation', 'state'}}"}
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        return {"invalid": f"returned a state that is no JSON: {error}"}
+    return {"text": text, "state": state}
+
+
+class Kind(NamedTuple):
+    """The names of arguments that there are, ours and others', and how a returned value is read."""
+
+    names: tuple[Sequence[str], Sequence[str]]
+    read: Callable[[Any], Any]
+
+
+KINDS = {
+    "reward": Kind((REWARD_NAMES, VERL_NAMES), as_number),
+    "tool": Kind((TOOL_NAMES, ()), as_observation),
+}
 
 
 def describe(error: BaseException) -> str:

@@ -32,7 +32,8 @@ def estimate(
 
     `rollouts` and `rewards_b` hold the sampled rows, `batch.samples` a prompt, and, for ReMax, the greedy
     rows after them; only sampled rows are learnt from. A row whose reward is missing gets a zero mask. Needs
-    the whole batch, since groups and whitening span it.
+    the whole batch, since groups and whitening span it. Observed tokens have a zero mask, no reward and no
+    advantage, and a response is as long as what the policy drew of it.
 
     `proximal_bt` are the trained policy's log-probabilities before the update where they are not taken to be
     the engine's; with a correction those then are the behaviour policy's. `beta` is the weight of a KL term
@@ -42,9 +43,9 @@ def estimate(
     sampled = torch.arange(rows)
     greedy_b = rewards_b[rows:]
     rollouts, rewards_b = rollouts.select(sampled), rewards_b[:rows]
-    produced_bt = rollouts.batch.response_mask()
-    width = produced_bt.shape[1]
-    mask_bt = without_missing(produced_bt, rewards_b)
+    drawn_mask_bt = rollouts.policy_mask()
+    width = drawn_mask_bt.shape[1]
+    mask_bt = without_missing(drawn_mask_bt, rewards_b)
     group_b = sampled // config.batch.samples
 
     def cut(x_bt: Tensor | None) -> Tensor | None:
@@ -53,7 +54,7 @@ def estimate(
     drawn_bt = rollouts.logprobs_bt[:, :width]
     reference_bt, values_bt, proximal_bt = cut(reference_bt), cut(values_bt), cut(proximal_bt)
     old_bt = drawn_bt if proximal_bt is None else proximal_bt
-    scores_b = rewards_b + length_penalty(config, rollouts.batch.response_lens_b)
+    scores_b = rewards_b + length_penalty(config, rollouts.policy_lens_b)
     rewards_bt = _token_rewards(config, scores_b, old_bt, reference_bt, mask_bt, beta)
     returns_bt: Tensor | None = None
     if config.algorithm.kind == "ppo":

@@ -7,7 +7,6 @@ two evaluations differ by the policy alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,10 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
 from nereus.algorithms.pass_at_k import pass_at_k
-from nereus.data.prompt import Prompt
-from nereus.emu.batch import PromptBatch, Rollouts
 from nereus.record.evaluations import EvaluationRecord, append_evaluation, read_evaluations, scalars
-from nereus.tasks.generate import drawn, prompt_batch, sampling_of
+from nereus.tasks.generate import answers, prompt_batch, prompt_of_rows, sampling_of
 from nereus.tasks.job import Job
 from nereus.tasks.observe import peak_memory
 from nereus.tasks.score import rewards_of
@@ -59,8 +56,10 @@ def evaluate(job: Job, version: int) -> EvaluationRecord:
         batch = prompt_batch(prompts, evaluation.samples, with_greedy=False)
         if evaluation.samples == 1:
             batch = replace(batch, greedy_b=torch.ones_like(batch.greedy_b))
-        rollouts = _answers(job, batch, version)
-        rewards = rewards_of(job, _of_rows(prompts, evaluation.samples), rollouts)
+        of_row = prompt_of_rows(prompts, evaluation.samples, batch.num_rows)
+        sampling = replace(sampling_of(job), seed=job.config.seed ^ SEED, step=0)
+        rollouts = answers(job, batch, of_row, sampling, version, what="evaluate")
+        rewards = rewards_of(job, of_row, rollouts)
     present_b = rewards.values_b[~rewards.values_b.isnan()]
     passed_b = rewards.values_b >= evaluation.pass_reward  # NaN is not
     record = EvaluationRecord(
@@ -85,12 +84,3 @@ def mean_pass_at(passed_b: Tensor, samples: int, k: int) -> float:
     """pass@k, mean over prompts; `passed_b` has `samples` rows for each, prompt after prompt."""
     counts = passed_b.reshape(-1, samples).sum(1).tolist()
     return sum(pass_at_k(samples, count, k) for count in counts) / len(counts)
-
-
-def _answers(job: Job, batch: PromptBatch, version: int) -> Rollouts:
-    sampling = replace(sampling_of(job), seed=job.config.seed ^ SEED, step=0)
-    return drawn(job, batch, sampling, version, what="evaluate")
-
-
-def _of_rows(prompts: Sequence[Prompt], samples: int) -> list[Prompt]:
-    return [prompt for prompt in prompts for _ in range(samples)]

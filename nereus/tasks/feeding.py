@@ -5,12 +5,17 @@
 
 Nobody knows how long a response becomes. Dealt beforehand, the unit with the longest rows ends last and the
 others idle; so a row is bound to a unit only when it can begin there.
+
+A row whose turn ended may come back with what a tool said, see `turns.py`: it waits for a place as others do,
+on whichever unit has one, while the rows beside it run on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -20,6 +25,61 @@ from nereus.emu.engines.feeding import Fed
 from nereus.emu.layout import Rank
 from nereus.tasks.job import Job
 from nereus.tasks.turning import in_turning_order
+
+
+class Rows(Protocol):
+    """The rows that are to be answered, by number."""
+
+    @property
+    def come_back(self) -> bool:
+        """Whether a row may be given again after it was taken."""
+        ...
+
+    def prompts(self, rows: Sequence[int]) -> PromptBatch:
+        """What a unit is given of these rows."""
+        ...
+
+    def take(self, rows: Sequence[int], part: Rollouts) -> None:
+        """What the engine has answered."""
+        ...
+
+    def back(self, *, wait: bool) -> Sequence[int]:
+        """The rows that have come back since this was last asked, each to be given again. With `wait` there
+        is one at least, unless none will ever come.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class Plain:
+    """Rows that are answered once."""
+
+    batch: PromptBatch
+    _numbers: list[int] = field(default_factory=list)
+    _parts: list[Rollouts] = field(default_factory=list)
+
+    @property
+    def come_back(self) -> bool:
+        """None does."""
+        return False
+
+    def prompts(self, rows: Sequence[int]) -> PromptBatch:
+        """The rows themselves."""
+        return self.batch.select(rows)
+
+    def take(self, rows: Sequence[int], part: Rollouts) -> None:
+        """Keep them."""
+        self._numbers += rows
+        self._parts.append(part)
+
+    def back(self, *, wait: bool) -> Sequence[int]:
+        """None."""
+        return ()
+
+    def rollouts(self) -> Rollouts:
+        """All rows, in their order."""
+        assert sorted(self._numbers) == list(range(self.batch.num_rows)), "every row is answered once"
+        return join_rows(self._parts, torch.argsort(torch.tensor(self._numbers)))
 
 
 class Pool:
@@ -34,7 +94,7 @@ class Pool:
         self._slots = slots or len(order)
         self._waiting = deque(order[at_once:])
         self._given = in_turning_order(order[:at_once], num_units)
-        self._whole = [0] * num_units
+        self._ended = [0] * num_units
 
     @property
     def has_more(self) -> bool:
@@ -45,11 +105,25 @@ class Pool:
         """The rows that a unit was given, in that order."""
         return self._given[unit]
 
-    def take(self, unit: int, num_whole: int) -> list[int]:
-        """What a unit gets that has answered so many rows since it was last asked; maybe nothing."""
-        self._whole[unit] += num_whole
-        free = self._slots - len(self._given[unit]) + self._whole[unit]
-        taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+    def num_running(self, unit: int) -> int:
+        """The rows of a unit that have not ended."""
+        return len(self._given[unit]) - self._ended[unit]
+
+    def come_back(self, rows: Sequence[int]) -> None:
+        """These rows wait, before those that were never given: what they began is to be ended."""
+        self._waiting.extendleft(reversed(rows))
+
+    def take(self, unit: int, num_ended: int, *, fair: bool = False) -> list[int]:
+        """What a unit gets of whose rows so many ended since it was last asked; maybe nothing. If `fair`, it
+        has no more than its share of all rows that wait or run.
+        """
+        self._ended[unit] += num_ended
+        free = self._slots - self.num_running(unit)
+        if fair:
+            num_units = len(self._given)
+            living = len(self._waiting) + sum(map(self.num_running, range(num_units)))
+            free = min(free, -(-living // num_units) - self.num_running(unit))
+        taken = [self._waiting.popleft() for _ in range(min(max(free, 0), len(self._waiting)))]
         self._given[unit] += taken
         return taken
 
@@ -57,50 +131,97 @@ class Pool:
 def run_fed(
     job: Job,
     stage: str,
-    prompts: PromptBatch,
+    rows: Rows,
     order: Sequence[int],
     sampling: Sampling,
     version: int,
     *,
     slots: int | None,
     what: str = "generate",
-) -> Rollouts:
-    """Answer all prompts, begun in this order; rows of the result are in theirs.
+) -> None:
+    """Answer all rows, begun in this order.
 
     A unit decodes `slots` rows at once, None: all of its share. Neither slots, order nor units have an
-    influence on what is sampled. `what` names the work in errors.
+    influence on what is sampled.
     """
-    units = job.stages[stage].units
-    unit_of = {unit.ranks[0]: number for number, unit in enumerate(units)}
-    pool = Pool(list(order), len(units), slots)
-    open_units: set[int] = set()  # those that were told of more rows
-    parts: list[Rollouts] = []
-    rows: list[int] = []
+    feeding = _Feeding(job, stage, rows, order, sampling, version, slots)
+    between = feeding.between if rows.come_back else None
+    job.cluster.converse(feeding.begin(), feeding.answer, what=what, between=between)
 
-    def calls(unit: int, fresh: Sequence[int], *, begin: bool) -> dict[Rank, Call]:
-        open_units.discard(unit)
-        if pool.has_more:
-            open_units.add(unit)
-        part = prompts.select(torch.tensor(fresh, dtype=torch.long))
-        call = Call("feed", (stage, part, sampling, version, begin, pool.has_more))
-        return dict.fromkeys(units[unit].ranks, call)
 
-    def answer(rank: Rank, fed: Fed | None) -> Mapping[Rank, Call]:
-        if rank not in unit_of:
+class _Feeding:
+    """The driver's side of one conversation with all units.
+
+    A unit is open as long as it was told of more rows. One that has nothing to do rests, and a session ends
+    when its unit is told of no more.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        stage: str,
+        rows: Rows,
+        order: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        slots: int | None,
+    ) -> None:
+        self._stage, self._rows, self._sampling, self._version = stage, rows, sampling, version
+        self._units = job.stages[stage].units
+        self._unit_of = {unit.ranks[0]: number for number, unit in enumerate(self._units)}
+        self._pool = Pool(list(order), len(self._units), slots)
+        self._open: set[int] = set()
+        self._resting: set[int] = set()
+
+    def begin(self) -> dict[Rank, Call]:
+        """The first calls."""
+        calls: dict[Rank, Call] = {}
+        for unit in range(len(self._units)):
+            if given := self._pool.given(unit):
+                calls |= self._call(unit, given, begin=True)
+        return calls
+
+    def answer(self, rank: Rank, fed: Fed | None) -> Mapping[Rank, Call]:
+        """What a unit that has answered gets to do next."""
+        if rank not in self._unit_of:
             return {}
         assert fed is not None, "the first rank of a unit answers for it"
-        unit = unit_of[rank]
+        unit = self._unit_of[rank]
         if fed.rollouts is not None:
-            rows.extend(pool.given(unit)[row] for row in fed.rows_n.tolist())
-            parts.append(fed.rollouts)
-        if unit not in open_units:
+            given = self._pool.given(unit)
+            self._rows.take([given[row] for row in fed.rows_n.tolist()], fed.rollouts)
+        self._pool.come_back(self._rows.back(wait=False))
+        if unit not in self._open:
             return {}
-        return calls(unit, pool.take(unit, len(fed.rows_n)), begin=False)
+        fresh = self._pool.take(unit, len(fed.rows_n), fair=self._rows.come_back)
+        if self._rows.come_back and not self._pool.num_running(unit):
+            self._resting.add(unit)
+            return {}
+        return self._call(unit, fresh, begin=False)
 
-    first: dict[Rank, Call] = {}
-    for unit in range(len(units)):
-        if pool.given(unit):
-            first |= calls(unit, pool.given(unit), begin=True)
-    job.cluster.converse(first, answer, what=what)
-    assert sorted(rows) == list(range(prompts.num_rows)), "every row is answered once"
-    return join_rows(parts, torch.argsort(torch.tensor(rows)))
+    def between(self, idle: bool) -> Mapping[Rank, Call]:
+        """Work for units that rest; if no call is under way it waits for some, and ends all sessions if none
+        comes.
+        """
+        self._pool.come_back(self._rows.back(wait=idle and not self._pool.has_more))
+        calls: dict[Rank, Call] = {}
+        for unit in sorted(self._resting):
+            if fresh := self._pool.take(unit, 0, fair=True):
+                self._resting.discard(unit)
+                calls |= self._call(unit, fresh, begin=False)
+        if not idle or calls:
+            return calls
+        assert not self._pool.has_more, "a unit that rests takes a row that waits"
+        ending, self._resting = sorted(self._resting), set()
+        for unit in ending:
+            calls |= self._call(unit, (), begin=False, end=True)
+        return calls
+
+    def _call(self, unit: int, fresh: Sequence[int], *, begin: bool, end: bool = False) -> dict[Rank, Call]:
+        more = not end and (self._rows.come_back or self._pool.has_more)
+        self._open.discard(unit)
+        if more:
+            self._open.add(unit)
+        part = self._rows.prompts(fresh)
+        call = Call("feed", (self._stage, part, self._sampling, self._version, begin, more))
+        return dict.fromkeys(self._units[unit].ranks, call)

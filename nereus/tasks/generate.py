@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from prefect import task
@@ -12,10 +13,11 @@ from nereus.data.prompt import Prompt
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.cluster import Call
 from nereus.tasks.dealing import run_dealt
-from nereus.tasks.feeding import run_fed
+from nereus.tasks.feeding import Plain, run_fed
+from nereus.tasks.growing import Growing
 from nereus.tasks.job import Job
-from nereus.tasks.segments import Growing
 from nereus.tasks.stages import GENERATION
+from nereus.tasks.turns import Turns
 
 
 @task(name="generate", cache_policy=NO_CACHE)
@@ -23,40 +25,67 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
     """Responses to every prompt: `batch.samples` rows each, prompt after prompt; with ReMax the greedy
     answers follow, one a prompt.
 
-    Units of the torch engine take rows as they have room (`feeding`), the rows first that were long before;
-    others get their rows in turn. Each row's randomness is keyed by its own id, so the dealing has no
-    influence on what is sampled. Where the job has boundaries, one comes before every
-    `asynchrony.segment_tokens` tokens, and what was drawn is kept in `job.done` for a try after a failure.
+    Where the job has boundaries, one comes before every `asynchrony.segment_tokens` tokens, and what was
+    drawn is kept in `job.done` for a try after a failure.
     """
     with job.stage("generate"):
-        batch = prompt_batch(
-            prompts, job.config.batch.samples, with_greedy=job.config.algorithm.kind == "remax"
-        )
-        sampling = sampling_of(job)
+        samples = job.config.batch.samples
+        batch = prompt_batch(prompts, samples, with_greedy=job.config.algorithm.kind == "remax")
+        of_row, sampling = prompt_of_rows(prompts, samples, batch.num_rows), sampling_of(job)
         if job.at_boundary is not None:
-            return _in_segments(job, batch, sampling, job.at_boundary)
-        order = job.lengths.longest_first(batch)
-        rollouts = drawn(job, batch, sampling, job.state.policy_version, order)
+            return _in_segments(job, batch, of_row, sampling, job.at_boundary)
+        rollouts = answers(job, batch, of_row, sampling, job.state.policy_version)
         job.lengths.add(batch, rollouts.batch.response_lens_b)
         return rollouts
 
 
-def drawn(
+def answers(
     job: Job,
     batch: PromptBatch,
+    prompt_of_row: Sequence[Prompt],
     sampling: Sampling,
     version: int,
-    order: Sequence[int] | None = None,
     *,
     what: str = "generate",
 ) -> Rollouts:
-    """Responses of the policy that generation has, of this version; rows in the batch's order, whatever the
-    `order` in which they are begun. `what` names the work in errors.
+    """Whole responses to the rows, whose prompts these are, by the policy that generation has.
+
+    Units of the torch engine take rows as they have room (`feeding`), the rows first that were long before;
+    others get their rows in turn. Each row's randomness is keyed by its own id, so the dealing has no
+    influence on what is sampled.
     """
-    spec, order = job.stages[GENERATION], order or range(batch.num_rows)
-    if spec.engine == "torch":
-        slots = min(filter(None, (spec.resident_rows, job.config.sampling.max_rows)), default=None)
-        return run_fed(job, GENERATION, batch, order, sampling, version, slots=slots, what=what)
+    order = job.lengths.longest_first(batch)
+    if job.tools is None:
+        return _drawn(job, batch, order, sampling, version, what)
+    turns = turns_with(job, batch, prompt_of_row, sampling)
+    turns.begin_again()
+    if job.stages[GENERATION].engine == "torch":
+        run_fed(job, GENERATION, turns, order, sampling, version, slots=_slots(job), what=what)
+    else:
+        _in_rounds(job, turns, sampling, lambda: version, what)
+    return turns.growing.finished()
+
+
+def turns_with(job: Job, batch: PromptBatch, prompt_of_row: Sequence[Prompt], sampling: Sampling) -> Turns:
+    """Rows that have not begun."""
+    return Turns(
+        growing=Growing(prompts=batch, max_new_tokens=sampling.max_new_tokens),
+        prompt_of_row=prompt_of_row,
+        tokenizer=job.prepared.tokenizer,
+        vocab_size=job.stages[GENERATION].model.vocab_size,
+        config=job.config.tools,
+        tools=job.tools,
+    )
+
+
+def _drawn(
+    job: Job, batch: PromptBatch, order: Sequence[int], sampling: Sampling, version: int, what: str
+) -> Rollouts:
+    """Rows up to their first stop token or their limit."""
+    if job.stages[GENERATION].engine == "torch":
+        rows = Plain(batch=batch)
+        run_fed(job, GENERATION, rows, order, sampling, version, slots=_slots(job), what=what)
+        return rows.rollouts()
     parts, way_back = run_dealt(
         job,
         GENERATION,
@@ -68,21 +97,42 @@ def drawn(
     return rollouts
 
 
+def _slots(job: Job) -> int | None:
+    """Rows that a unit decodes at once; None: all of its share."""
+    given = (job.stages[GENERATION].resident_rows, job.config.sampling.max_rows)
+    return min(filter(None, given), default=None)
+
+
 def _in_segments(
-    job: Job, batch: PromptBatch, sampling: Sampling, at_boundary: Callable[[], int]
+    job: Job,
+    batch: PromptBatch,
+    prompt_of_row: Sequence[Prompt],
+    sampling: Sampling,
+    at_boundary: Callable[[], int],
 ) -> Rollouts:
-    """Draw until all responses are whole, each segment with the policy that is in generation then."""
+    """Each segment with the policy that is in generation then."""
     asynchrony = job.config.asynchrony
     assert asynchrony is not None, "only an asynchronous job has boundaries"
     assert asynchrony.segment_tokens is not None, "only segments have boundaries"
     name = f"segments of {int(batch.sample_ids_b[0])}"  # DAPO draws several batches in a step
-    growing = job.done.setdefault(name, Growing(prompts=batch, max_new_tokens=sampling.max_new_tokens))
-    assert isinstance(growing, Growing), name
-    while len(growing.open_r):
-        version = at_boundary()
-        segment = growing.sampling(sampling, asynchrony.segment_tokens)
-        growing.add(drawn(job, growing.to_go_on(), segment, version), segment.max_new_tokens)
-    return growing.finished()
+    turns = job.done.setdefault(name, turns_with(job, batch, prompt_of_row, sampling))
+    assert isinstance(turns, Turns), name
+    turns.begin_again()
+    piece = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, asynchrony.segment_tokens))
+    _in_rounds(job, turns, piece, at_boundary, "generate")
+    return turns.growing.finished()
+
+
+def _in_rounds(job: Job, turns: Turns, piece: Sampling, version_of: Callable[[], int], what: str) -> None:
+    """Draw until all responses are whole: in each round one more piece of every open row, at most
+    `piece.max_new_tokens` and not beyond its turn; then wait for the tools.
+    """
+    turns.settle()
+    while len(rows := turns.growing.open_r):
+        version = version_of()
+        part = _drawn(job, turns.growing.to_go_on(rows), range(len(rows)), piece, version, what)
+        turns.take(rows.tolist(), part)
+        turns.settle()
 
 
 def sampling_of(job: Job) -> Sampling:
@@ -118,3 +168,11 @@ def prompt_batch(prompts: Sequence[Prompt], samples: int, *, with_greedy: bool) 
         sample_ids_b=torch.tensor([prompt.sample_id * samples + copy for prompt, copy, _ in rows]),
         greedy_b=torch.tensor([greedy for _, _, greedy in rows]),
     )
+
+
+def prompt_of_rows(prompts: Sequence[Prompt], samples: int, num_rows: int) -> list[Prompt]:
+    """The prompt of every row of `prompt_batch`: `samples` rows a prompt, then the greedy rows, one a
+    prompt.
+    """
+    sampled = [prompt for prompt in prompts for _ in range(samples)]
+    return sampled + list(prompts)[: num_rows - len(sampled)]

@@ -30,8 +30,9 @@ from nereus.planner.backoff import BackOff
 from nereus.record.listener import Listener, current_listener
 from nereus.record.metrics import MetricsLog
 from nereus.record.step import StepRecord
-from nereus.rewards.configured import configured_reward
+from nereus.rewards.configured import configured_reward, configured_tools
 from nereus.rewards.function import RewardFunction
+from nereus.rewards.tools import Tools
 from nereus.tasks.adapt import Adapter, seated_stages, start_adapter
 from nereus.tasks.device import device
 from nereus.tasks.length_history import LengthHistory
@@ -92,6 +93,8 @@ class Job:
     """The controller of a job that adapts."""
     adam_steps: dict[str, int]
     """Optimizer steps that each trained model-stage had taken when the last stage completed."""
+    tools: Tools | None = None
+    """The processes of the policy's tools."""
     is_built: bool = True
     """Whether the engines are those of `stages`; not so from a transition's commit until they are built."""
     checkpoint: Path | None = None
@@ -181,6 +184,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
     with ExitStack() as stack:
         log = stack.enter_context(_log(config, state.step))
         reward = stack.enter_context(_reward(prepared, halted))
+        tools = stack.enter_context(_tools(prepared, halted))
         listener.on_message(f"starting {config.cluster.gpus} workers")
         cluster = Cluster.start(
             address=config.cluster.address,
@@ -213,6 +217,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             adapter=adapter,
             weight_sync=sync,
             reward=reward,
+            tools=tools,
             log=log,
             listener=listener,
             state=state,
@@ -297,3 +302,9 @@ def _reward(prepared: Prepared, halted: threading.Event) -> AbstractContextManag
     """The reward's processes, or nothing where a reward model scores; `halted` ends calls under way."""
     reward = prepared.config.reward
     return nullcontext() if reward.kind == "model" else configured_reward(reward, stop=halted)
+
+
+def _tools(prepared: Prepared, halted: threading.Event) -> AbstractContextManager[Tools | None]:
+    """The processes of the policy's tools, where it has any; `halted` ends calls under way."""
+    tools = prepared.config.tools
+    return nullcontext() if tools is None else configured_tools(tools, stop=halted)

@@ -18,6 +18,7 @@ from nereus.tasks.estimate import num_sampled
 from nereus.tasks.job import Job, Measured
 from nereus.tasks.score import Rewards
 from nereus.tasks.stages import TRAINING
+from nereus.tasks.turns import turn_stats
 
 
 def observe(
@@ -31,9 +32,10 @@ def observe(
     """The record of the step that just ended; `job.state` is already the state after it.
 
     Rewards and lengths are those of the sampled rows, also of those that DAPO found to teach nothing; greedy
-    rows of ReMax are left out. `stats` are further statistics by name. The overhead is the
-    step's time in which neither a worker nor the driver worked on a stage: Prefect, Ray, and records. A step
-    that was tried again is as long as all its tries.
+    rows of ReMax are left out. A response's length is that of all of its tokens, observed ones among them:
+    they take time and memory as others do, and the planner goes by that. `stats` are further statistics by
+    name. The overhead is the step's time in which neither a worker nor the driver worked on a stage: Prefect,
+    Ray, and records. A step that was tried again is as long as all its tries.
     """
     step_s = time.perf_counter() - job.began_s
     rows = num_sampled(job.config, rollouts.batch.num_rows)
@@ -71,9 +73,22 @@ def observe(
         memory_bytes={f"worker {rank}": size for rank, size in memory_bytes.items()},
         plan={name: spec.text for name, spec in job.stages.items()},
         learning_rate=actor.learning_rate if actor else 0.0,
-        stats=_stats(trained) | rewards.stats() | dict(stats or {}),
+        stats={
+            **_stats(trained),
+            **rewards.stats(),
+            **_of_tools(job, rollouts, rows),
+            **(stats or {}),
+        },
         overhead_s=max(0.0, step_s - _path_s(work_s)),
     )
+
+
+def _of_tools(job: Job, rollouts: Rollouts, rows: int) -> dict[str, float]:
+    """What is told of turns, and of tools that failed since the last step; nothing without tools."""
+    if job.tools is None:
+        return {}
+    failed = {f"tools_failed/{reason}": float(num) for reason, num in job.tools.take_failures().items()}
+    return turn_stats(rollouts.select(torch.arange(rows))) | failed
 
 
 CONCURRENT = ("score rewards", "score reference", "score policy", "score values")

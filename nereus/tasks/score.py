@@ -20,8 +20,10 @@ from nereus.emu.cluster import Call
 from nereus.rewards.function import MissingReason, RewardRequest, missing_by_reason
 from nereus.tasks.batch_limit import micro_batch_limit
 from nereus.tasks.dealing import run_dealt
+from nereus.tasks.generate import prompt_of_rows
 from nereus.tasks.job import Job
 from nereus.tasks.stages import CRITIC, REFERENCE, REWARD, TRAINING
+from nereus.tasks.turns import turns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +48,26 @@ class Rewards:
 def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
     """The reward of every row: by the reward function in its own processes, or by the reward model."""
     with job.stage("score rewards"):
-        return rewards_of(job, _prompt_of_rows(job, prompts, rollouts), rollouts)
+        num_rows = rollouts.batch.num_rows
+        return rewards_of(job, prompt_of_rows(prompts, job.config.batch.samples, num_rows), rollouts)
 
 
 def rewards_of(job: Job, prompt_of_row: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
     """The reward of every row, by function or model."""
     if job.reward is None:
         return _model_rewards(job, rollouts.batch)
+    decode, masks = job.prepared.tokenizer.decode, drawn_by_policy(rollouts)
     requests = [
         RewardRequest(
             prompt=prompt.text,
-            response=job.prepared.tokenizer.decode(ids),
+            response=decode(ids),
             response_token_ids=ids,
+            turns=tuple(map(decode, turns_of(ids, drawn))),
             ground_truth=prompt.ground_truth,
             extra=prompt.extra,
             sample_id=prompt.sample_id,
         )
-        for prompt, ids in zip(prompt_of_row, response_ids(rollouts), strict=True)
+        for prompt, ids, drawn in zip(prompt_of_row, response_ids(rollouts), masks, strict=True)
     ]
     results = job.reward.score(requests)
     values_b = rewards_tensor([result.value for result in results])
@@ -134,6 +139,13 @@ def by_length(batch: TokenBatch) -> Tensor:
     return torch.argsort(batch.prompt_lens_b + batch.response_lens_b, descending=True, stable=True)
 
 
+def drawn_by_policy(rollouts: Rollouts) -> list[list[bool]]:
+    """Which tokens of every response the policy drew."""
+    lengths = rollouts.batch.response_lens_b.tolist()
+    masks = rollouts.policy_mask().tolist()
+    return [mask[:length] for mask, length in zip(masks, lengths, strict=True)]
+
+
 def response_ids(rollouts: Rollouts) -> list[tuple[int, ...]]:
     """The token ids of every response, as the engine produced them."""
     batch = rollouts.batch
@@ -142,9 +154,3 @@ def response_ids(rollouts: Rollouts) -> list[tuple[int, ...]]:
         tuple(batch.tokens_bs[i, start : start + length].tolist())
         for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
-
-
-def _prompt_of_rows(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Prompt]:
-    """The prompt of every row: `samples` rows a prompt, then the greedy rows, one a prompt."""
-    sampled = [prompt for prompt in prompts for _ in range(job.config.batch.samples)]
-    return sampled + list(prompts)[: rollouts.batch.num_rows - len(sampled)]

@@ -9,8 +9,8 @@ from nereus.emu.batch import Rollouts
 
 
 def token_versions(rollouts: Rollouts) -> Tensor:
-    """The version of the policy that drew each response token; int64 [num tokens], row after row."""
-    mask_bt = rollouts.batch.response_mask()
+    """The version of the policy that drew each token that one drew; int64 [num tokens], row after row."""
+    mask_bt = rollouts.policy_mask()
     if rollouts.versions_bt is None:
         return torch.full((int(mask_bt.sum()),), rollouts.version)
     return rollouts.versions_bt[:, : mask_bt.shape[1]][mask_bt]

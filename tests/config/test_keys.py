@@ -25,7 +25,12 @@ def test_every_key_that_names_a_file_is_marked() -> None:
     }
     models = {f"models.{name}" for name in ("actor", "critic", "reference", "tokenizer")}
     assert marks[IsInputPath] == {*models, "prompts.source.path", "evaluation.source.path", "reward.path"}
-    assert marks[IsFunction] == {"prompts.source.function", "evaluation.source.function", "reward.function"}
+    assert marks[IsFunction] == {
+        "prompts.source.function",
+        "evaluation.source.function",
+        "reward.function",
+        "tools.function",
+    }
     assert marks[IsOutputPath] == {"output"}
 
 

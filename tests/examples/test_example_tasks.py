@@ -192,3 +192,30 @@ def test_rows_of_q_and_k_return_from_ggufs_order() -> None:
     stored = halves.swapaxes(1, 2).reshape(-1, columns)
     assert not torch.equal(stored, weight)
     assert torch.equal(without_rope_order(stored, heads), weight)  # type: ignore[arg-type]
+
+
+CALCULATOR = EXAMPLES / "calculator"
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [("(37+58)", "095="), ("12(0+7)", "007="), ("(37+)", "="), ("095", None), ("", None)],
+)
+def test_the_calculator_answers_what_stands_in_parentheses_at_the_end(turn: str, told: str | None) -> None:
+    assert load_function(f"{CALCULATOR / 'tool.py'}:calculator")(turn) == told
+
+
+def test_the_calculator_reward_goes_by_the_models_own_last_turn() -> None:
+    reward = load_function(f"{CALCULATOR / 'reward.py'}:reward")
+    assert reward(turns=["(37+58)", "095"], ground_truth="095") == 1.0
+    assert reward(turns=["(37+58)", ""], ground_truth="095") == 0.0
+    assert reward(turns=["095"], ground_truth="095") == 1.0
+
+
+def test_calculator_prompts_are_seeded_sums_and_their_answers() -> None:
+    prompts = load_function(f"{CALCULATOR / 'prompts.py'}:prompts")
+    first, again = list(prompts(num_prompts=50, seed=1)), list(prompts(num_prompts=50, seed=1))  # type: ignore[call-overload]
+    assert first == again != list(prompts(num_prompts=50, seed=2))  # type: ignore[call-overload]
+    for record in first:
+        a, b = record["prompt"].rstrip("=").split("+")
+        assert int(a) + int(b) == int(record["answer"])

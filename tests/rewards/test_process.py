@@ -64,7 +64,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(right)}
 
 def everything(**given):
-    names = ["extra", "ground_truth", "prompt", "response", "response_token_ids", "sample_id"]
+    names = ["extra", "ground_truth", "prompt", "response", "response_token_ids", "sample_id", "turns"]
     return float(sorted(given) == names
                  and given["response_token_ids"] == [1, 2] and given["extra"] == {"a": [1, None]}
                  and given["ground_truth"] == {"x": 1} and given["prompt"] == "p\u00e9\\n")
@@ -290,13 +290,13 @@ def test_an_exception_in_the_middle_does_not_leave_an_answer_for_the_next_call(
 ) -> None:
     turns = iter(range(2))
 
-    def interrupted(results: object) -> None:
+    def interrupted(wait_s: float) -> None:
         if next(turns, None) is None:
             raise KeyboardInterrupt
-        original(results)  # type: ignore[arg-type]
+        original(wait_s)
 
-    original = moody._turn
-    monkeypatch.setattr(moody, "_turn", interrupted)
+    original = moody.pool.turn
+    monkeypatch.setattr(moody.pool, "turn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         moody.score(requests(*["sleep"] * 6))
     monkeypatch.undo()

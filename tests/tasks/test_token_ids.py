@@ -19,9 +19,9 @@ from nereus.emu.layout import Layout
 from nereus.emu.source import fill
 from nereus.emu.unit_groups import UnitGroups
 from nereus.rewards.function import RewardRequest, RewardResult
+from nereus.tasks.growing import Growing
 from nereus.tasks.job import Job
 from nereus.tasks.score import score_rewards
-from nereus.tasks.segments import Growing
 from tests.emu.engines.generate_cases import make_prompts, responses
 from tests.emu.engines.torch_cases import ADAM, SMALL, Random, TokenLoss
 
@@ -107,7 +107,6 @@ def test_he_and_llo_stay_two_tokens() -> None:
 def test_a_response_goes_on_from_the_engines_own_tokens() -> None:
     _, generator, whole = generated()
     growing = Growing(prompts=PROMPTS, max_new_tokens=2)
-    while len(growing.open_r):
-        part = generator.generate(growing.to_go_on(), growing.sampling(HOW, 1), 0)
-        growing.add(part, 1)
+    while len(rows := growing.open_r):
+        growing.add(rows, generator.generate(growing.to_go_on(rows, most=1), HOW, 0))
     assert responses(growing.finished()) == responses(whole)

@@ -30,7 +30,7 @@ class FeedEngine(Protocol):
 
     def feed(self, prompts: PromptBatch, sampling: Sampling, version: int, *, begin: bool, more: bool) -> Fed:
         """Answer these rows beside those that run. With `more` it returns as soon as there is room for others
-        and nobody waits, else when all are whole.
+        and nobody waits, after a few tokens where no rows came with the call; else when all are whole.
 
         `begin` starts anew, with as many rows at once as come then; what was running is dropped. Responses do
         not depend on which rows run together. Collective over the unit.

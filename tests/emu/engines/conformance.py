@@ -130,9 +130,12 @@ def standard_asks() -> tuple[Ask, ...]:
     """Prompts of mixed lengths, some of them equal, under every kind of sampling, before and after a push."""
     prompts = [[1 + (7 * i + 3 * j) % 66 for j in range(1 + 5 * i % 23)] for i in range(6)]
     batch = make_prompts(prompts + prompts[3:], greedy=[False] * 8 + [True], first_id=40)
+    first_b, limit_b = torch.arange(9) % 5, 3 + torch.arange(9)  # rows that go on, each from where it is
+    going_on = replace(batch, first_b=first_b, limit_b=limit_b)
     return (
         Ask(prompts=batch, sampling=GREEDY, weights=0),
         *(Ask(prompts=batch, sampling=sampling) for sampling in DRAWN),
+        Ask(prompts=going_on, sampling=DRAWN[2]),
         Ask(prompts=batch, sampling=GREEDY, weights=1),  # the same prompts: nothing old may be reused
         Ask(prompts=batch, sampling=DRAWN[0]),
     )

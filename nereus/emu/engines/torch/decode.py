@@ -39,6 +39,7 @@ class _Run:
         self._transcript = Transcript(num_slots, sampling.max_new_tokens, device)
         self._is_stop_v = _stop_table(sampling.stop_token_ids, forward.vocab_size, device)
         self._prompt_lens_r = torch.zeros(num_slots, dtype=torch.long)
+        self._limits_r = torch.zeros(num_slots, dtype=torch.long)
         self._alive_r = torch.zeros(num_slots, dtype=torch.bool)
         self._tokens_r = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._is_filled = False
@@ -76,6 +77,7 @@ class _Run:
         self._transcript.put(slots_n, rows_n, tokens_n, logprobs_n)
         self._tokens_r[slots_n.to(self._device)] = tokens_n
         self._prompt_lens_r[slots_n] = prompts.lens_b
+        self._limits_r[slots_n] = prompts.limits_b(self._sampling)
         self._alive_r[slots_n] = True
         self._mark_done()
 
@@ -97,6 +99,7 @@ class _Run:
         slots_r = self._alive_r.nonzero()[:, 0]
         at_r = slots_r.to(self._device)
         self._prompt_lens_r, self._alive_r = self._prompt_lens_r[slots_r], self._alive_r[slots_r]
+        self._limits_r = self._limits_r[slots_r]
         self._transcript.keep(slots_r)
         self._draw.keep(slots_r)
         self._tokens_r = self._tokens_r[at_r]
@@ -106,7 +109,8 @@ class _Run:
         """Hand over the responses that are whole."""
         done_n = (~self._alive_r & (self._transcript.rows_r >= 0)).nonzero()[:, 0]
         if len(done_n):
-            waiting.finish(self._transcript.take(done_n, self._sampling.stop_token_ids))
+            taken = self._transcript.take(done_n, self._limits_r[done_n], self._sampling.stop_token_ids)
+            waiting.finish(taken)
 
     def _agreed(self, num: int, drawn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """The last stage's tokens, and its log-probabilities, or zeros on other stages."""
@@ -119,7 +123,7 @@ class _Run:
         """Rows that stopped or reached the limit run no more."""
         if self._is_stop_v is not None:
             self._alive_r &= ~self._is_stop_v[self._tokens_r].cpu()
-        self._alive_r &= self._transcript.drawn_r < self._sampling.max_new_tokens
+        self._alive_r &= self._transcript.drawn_r < self._limits_r
         self.num_alive = int(self._alive_r.sum())
 
     def _longest(self) -> int:
@@ -157,12 +161,14 @@ def decode(
     while True:
         if run.wants_rows and len(waiting):
             yield from run.enter(waiting)
-        elif run.wants_rows and waiting.is_open:
+        elif run.wants_rows and waiting.is_open and not waiting.may_go_on():
             run.evict(waiting)
             waiting.is_wanted = True
             yield
-        elif run.num_alive == 0:
+        elif run.num_alive == 0 and not waiting.is_open:
             break
+        elif run.num_alive == 0:
+            yield  # the rows of another set run on
         else:
             if not waiting.is_open and not len(waiting):
                 run.compact(waiting)

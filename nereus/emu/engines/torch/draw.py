@@ -24,6 +24,7 @@ class Draw:
         self._sampling, self._device = sampling, device
         self._draws = num_draws(vocab_size)
         self._ids_r = torch.zeros(num_slots, dtype=torch.long)
+        self._firsts_r = torch.zeros(num_slots, dtype=torch.long)
         self._greedy_r = torch.ones(num_slots, dtype=torch.bool)
         self._mixed_r: Tensor | None = None  # on the device, where some rows are greedy and others are not
         self._block_dur: Tensor | None = None
@@ -31,19 +32,19 @@ class Draw:
 
     def put(self, slots_n: Tensor, prompts: PromptBatch) -> None:
         """Other rows in these slots: `first` draws their first tokens, `next` goes on from there."""
-        self._ids_r[slots_n] = prompts.sample_ids_b
+        self._ids_r[slots_n], self._firsts_r[slots_n] = prompts.sample_ids_b, prompts.positions_b
         self._greedy_r[slots_n] = prompts.greedy_b | (self._sampling.temperature == 0.0)
         self._set_mixed()
         if self._block_dur is not None:
             left = self._block_dur.shape[1] - self._at
             if left:
-                second_n = torch.ones(len(slots_n), dtype=torch.long)
-                fresh_dun = self._numbers(self._ids_r[slots_n], second_n, left)
+                fresh_dun = self._numbers(self._ids_r[slots_n], prompts.positions_b + 1, left)
                 self._block_dur[:, self._at :, slots_n.to(self._device)] = fresh_dun
 
     def keep(self, slots_r: Tensor) -> None:
         """Go on with these slots."""
         self._ids_r, self._greedy_r = self._ids_r[slots_r], self._greedy_r[slots_r]
+        self._firsts_r = self._firsts_r[slots_r]
         self._set_mixed()
         if self._block_dur is not None:
             self._block_dur = self._block_dur[:, :, slots_r.to(self._device)]
@@ -52,18 +53,18 @@ class Draw:
         """First tokens and their log-probabilities of the rows that `put` named last."""
         greedy_n, uniforms_dn = self._greedy_r[slots_n], None
         if not bool(greedy_n.all()):
-            first_n = torch.zeros(len(slots_n), dtype=torch.long)
-            uniforms_dn = self._numbers(self._ids_r[slots_n], first_n, 1)[:, 0]
+            uniforms_dn = self._numbers(self._ids_r[slots_n], self._firsts_r[slots_n], 1)[:, 0]
         mixed_n = greedy_n.to(self._device) if bool(greedy_n.any()) else None
         return self._sample(logits_nv, uniforms_dn, mixed_n)
 
-    def next(self, logits_rv: Tensor, positions_r: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of all slots at these positions, one more than those before."""
+    def next(self, logits_rv: Tensor, drawn_r: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities of all slots that have drawn so many, one more than before."""
         if bool(self._greedy_r.all()):
             return self._sample(logits_rv, None, None)
         block = self._block_dur
         if block is None or self._at == block.shape[1]:
-            block = self._numbers(self._ids_r, positions_r, min(_UNIFORMS, self._sampling.max_new_tokens))
+            num = min(_UNIFORMS, self._sampling.max_new_tokens)
+            block = self._numbers(self._ids_r, self._firsts_r + drawn_r, num)
             self._block_dur, self._at = block, 0
         self._at += 1
         return self._sample(logits_rv, block[:, self._at - 1], self._mixed_r)

@@ -73,7 +73,6 @@ def _uniforms(sampling: Sampling, stream: int, ids_b: Tensor, positions: Words, 
         key = _mix(key + _word(field))
     words_b: Words = ids_b.cpu().numpy().astype(np.int64).view(np.uint64)
     starts_b = _mix(key + words_b * np.uint64(_GOLDEN))
-    positions = positions + np.uint64(sampling.first_position)
     counted = [positions * np.uint64(_MAX_DRAWS) + np.uint64(draw) for draw in range(1, draws + 1)]
     bits: Words = _mix(np.stack([starts_b + counts * np.uint64(_GOLDEN) for counts in counted]))
     # 52 bits, so that a uniform times a float64 total always stays below the total.

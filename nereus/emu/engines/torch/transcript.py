@@ -61,8 +61,8 @@ class Transcript:
         self._tokens_rt, self._logprobs_rt = self._tokens_rt[at_r], self._logprobs_rt[at_r]
         self.rows_r, self.drawn_r = self.rows_r[slots_r], self.drawn_r[slots_r]
 
-    def take(self, slots_n: Tensor, stop_ids: Sequence[int]) -> Finished:
-        """The responses in these slots, cut after each one's first stop token or at the limit. The slots hold
+    def take(self, slots_n: Tensor, limits_n: Tensor, stop_ids: Sequence[int]) -> Finished:
+        """The responses in these slots, cut after each one's first stop token or at its limit. The slots hold
         no row from then on.
         """
         self._close()
@@ -70,7 +70,8 @@ class Transcript:
         tokens_nt = self._tokens_rt[slots_n.to(device), : self._limit]
         is_stop_nt = torch.isin(tokens_nt, torch.tensor(stop_ids, dtype=torch.long, device=device))
         before_nt = is_stop_nt.cumsum(dim=1) - is_stop_nt.long()
-        mask_nt = before_nt == 0
+        within_nt = torch.arange(tokens_nt.shape[1], device=device) < limits_n.to(device)[:, None]
+        mask_nt = (before_nt == 0) & within_nt
         lens_n = mask_nt.sum(dim=1)
         width = int(lens_n.max())
         mask_nt = mask_nt[:, :width]
@@ -81,7 +82,7 @@ class Transcript:
             tokens_nt=tokens_nt[:, :width] * mask_nt,
             logprobs_nt=self._logprobs_rt[slots_n.to(device), :width] * mask_nt,
             lens_n=lens_n,
-            stopped_n=is_stop_nt.any(dim=1),
+            stopped_n=(is_stop_nt & within_nt).any(dim=1),
         )
 
     def _close(self) -> None:

@@ -42,7 +42,7 @@ class Choice:
             uniforms_dr = uniforms_at(
                 self._sampling,
                 self._prompts.sample_ids_b[index_r],
-                torch.tensor(positions),
+                self._prompts.positions_b[index_r] + torch.tensor(positions),
                 draws=self._draws,
             ).to(logits_rv.device)
         tokens_r, logprobs_r = sample(

@@ -78,7 +78,7 @@ class VllmGenerator:
             for tokens, length in zip(prompts.tokens_bs.tolist(), prompts.lens_b.tolist(), strict=True)
         ]
         with self._world.entered():
-            outputs = llm.generate(requests, _requested(sampling, len(requests)), use_tqdm=False)
+            outputs = llm.generate(requests, _requested(prompts, sampling), use_tqdm=False)
         chooser.choice = None
         tokens_bt, lens_b = padded([output.outputs[0].token_ids for output in outputs])
         stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
@@ -184,7 +184,7 @@ class VllmGenerator:
         return self._llm, self._chooser
 
     def _check_lengths(self, prompts: PromptBatch, sampling: Sampling) -> None:
-        longest = int(prompts.lens_b.max()) + sampling.max_new_tokens if prompts.num_rows else 0
+        longest = int((prompts.lens_b + prompts.limits_b(sampling)).max()) if prompts.num_rows else 0
         if longest > self._longest:
             raise DataError(
                 explain(
@@ -197,18 +197,18 @@ class VllmGenerator:
             )
 
 
-def _requested(sampling: Sampling, num_rows: int) -> Sequence[SamplingParams]:
+def _requested(prompts: PromptBatch, sampling: Sampling) -> Sequence[SamplingParams]:
     """One request's parameters a row. vLLM samples greedily: the choice has left it one token."""
     return [
         SamplingParams(
             temperature=0.0,
-            max_tokens=sampling.max_new_tokens,
+            max_tokens=limit,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
             extra_args={ROW: row},
         )
-        for row in range(num_rows)
+        for row, limit in enumerate(prompts.limits_b(sampling).tolist())
     ]
 
 

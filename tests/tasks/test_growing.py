@@ -1,4 +1,5 @@
-"""Responses drawn in segments are the responses drawn whole, where no other weights come in between."""
+"""Responses drawn in segments are the responses drawn whole, where no other weights come in between; and what
+is observed between two turns is nobody's."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling
 from nereus.emu.engines.rollouts import side_by_side
-from nereus.emu.engines.torch.sampling import uniforms
-from nereus.tasks.segments import Growing
+from nereus.emu.engines.torch.sampling import uniforms_at
+from nereus.tasks.growing import Growing
 from nereus.tasks.staleness import staleness
 
 STOP = 2
@@ -30,15 +31,19 @@ def prompts_of(lens: list[int]) -> PromptBatch:
 
 def answer(prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
     """A policy whose next token depends on the random number at its position and on the tokens before."""
-    u_nb = uniforms(sampling, prompts.sample_ids_b, first=0, num_positions=sampling.max_new_tokens, draws=1)[
-        :, 0
-    ]
     rows, limit = prompts.num_rows, sampling.max_new_tokens
+    u_nb = torch.stack(
+        [
+            uniforms_at(sampling, prompts.sample_ids_b, prompts.positions_b + position, draws=1)[0]
+            for position in range(limit)
+        ]
+    )
+    limits = prompts.limits_b(sampling).tolist()
     tokens_bt, lens_b = torch.zeros(rows, limit, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
     stopped_b = torch.zeros(rows, dtype=torch.bool)
     for row in range(rows):
         seen = prompts.tokens_bs[row, : prompts.lens_b[row]].tolist()
-        for position in range(limit):
+        for position in range(limits[row]):
             token = (int(float(u_nb[position, row]) * 1000) + sum(seen)) % VOCABULARY
             seen.append(token)
             tokens_bt[row, position] = token
@@ -59,10 +64,9 @@ def answer(prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts:
 def grown(prompts: PromptBatch, sampling: Sampling, segment_tokens: int, versions: list[int]) -> Rollouts:
     growing = Growing(prompts=prompts, max_new_tokens=sampling.max_new_tokens)
     number = 0
-    while len(growing.open_r):
-        segment = growing.sampling(sampling, segment_tokens)
-        part = answer(growing.to_go_on(), segment, versions[min(number, len(versions) - 1)])
-        growing.add(part, segment.max_new_tokens)
+    while len(rows := growing.open_r):
+        version = versions[min(number, len(versions) - 1)]
+        growing.add(rows, answer(growing.to_go_on(rows, most=segment_tokens), sampling, version))
         number += 1
     return growing.finished()
 
@@ -107,3 +111,42 @@ def test_every_token_has_the_version_that_drew_it() -> None:
 def test_a_response_of_one_policy_has_one_version() -> None:
     whole = answer(prompts_of([2]), Sampling(max_new_tokens=6), 4)
     assert staleness(whole, 6) == {"staleness/mean": 2.0, "staleness/max": 2.0, "staleness/versions": 1.0}
+
+
+def test_an_observation_is_read_and_not_drawn() -> None:
+    prompts, sampling = prompts_of([3, 2]), Sampling(max_new_tokens=12, seed=1)
+    growing = Growing(prompts=prompts, max_new_tokens=12)
+    first = answer(growing.to_go_on([0, 1], most=3), sampling, 4)
+    growing.add([0, 1], first)
+    growing.observe(1, [9, 10])
+    went_on = growing.to_go_on([1])
+    own = first.batch.tokens_bs[1, 2 : 2 + int(first.batch.response_lens_b[1])].tolist()
+    assert went_on.tokens_bs[0].tolist() == [3, 4, *own, 9, 10]
+    assert went_on.positions_b.tolist() == [len(own) + 2]
+    assert went_on.limits_b(sampling).tolist() == [12 - len(own) - 2]
+    growing.add([1], answer(went_on, sampling, 6))
+    ids, drawn = growing.response(1)
+    assert ids[: len(own) + 2] == [*own, 9, 10]
+    assert drawn == [True] * len(own) + [False] * 2 + [True] * (len(ids) - len(own) - 2)
+    growing.add([0], answer(growing.to_go_on([0]), sampling, 6))
+    rollouts = growing.finished()
+    mask_bt = rollouts.policy_mask()
+    assert mask_bt[1, : len(drawn)].tolist() == drawn
+    assert bool((rollouts.logprobs_bt[~mask_bt] == 0).all())
+    assert rollouts.policy_lens_b.tolist() == [int(rollouts.batch.response_lens_b[0]), len(ids) - 2]
+    assert rollouts.versions_bt is not None
+    assert rollouts.versions_bt[1, : len(ids)].tolist() == [4] * len(own) + [0, 0] + [6] * (
+        len(ids) - len(own) - 2
+    )
+    # versions of observed tokens are in no statistic: they would be 6 behind
+    assert staleness(rollouts, 6)["staleness/max"] == 2
+
+
+def test_rows_of_different_lengths_go_on_at_their_own_positions() -> None:
+    prompts, sampling = prompts_of([3, 2, 4]), Sampling(max_new_tokens=9, seed=3)
+    whole = answer(prompts, sampling, 0)
+    growing = Growing(prompts=prompts, max_new_tokens=9)
+    growing.add([1], answer(growing.to_go_on([1], most=4), sampling, 0))
+    while len(rows := growing.open_r):
+        growing.add(rows, answer(growing.to_go_on(rows, most=2), sampling, 0))
+    assert torch.equal(growing.finished().batch.tokens_bs, whole.batch.tokens_bs)
