@@ -19,8 +19,10 @@ class PythonReward(Frozen):
     """`package.module:function` or `path/to/file.py:function`."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit of one call, seconds. A call over it is a missing reward."""
-    workers: int = Field(default=1, ge=1)
-    """Number of reward processes."""
+    workers: int | None = Field(default=None, ge=1)
+    """Number of reward processes; null: as many as end before they are waited for, chosen between steps from
+    what was measured.
+    """
     batched: bool = False
     """Call the function once with lists instead of once a response."""
 
@@ -31,8 +33,10 @@ class ReasoningGymReward(Frozen):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit of one score, seconds."""
-    workers: int = Field(default=1, ge=1)
-    """Number of reward processes."""
+    workers: int | None = Field(default=None, ge=1)
+    """Number of reward processes; null: as many as end before they are waited for, chosen between steps from
+    what was measured.
+    """
 
 
 class ModelReward(Frozen):
@@ -68,8 +72,10 @@ class CodeReward(Frozen):
     that forbid namespaces; only time, memory and file size are limited, and it may do whatever the user who
     runs the job may do.
     """
-    workers: int = Field(default=2, ge=1)
-    """Responses that are tested at the same time."""
+    workers: int | None = Field(default=None, ge=1)
+    """Responses that are tested at the same time; null: as many as end before they are waited for, chosen
+    between steps from what was measured.
+    """
 
 
 class JudgeReward(Frozen):

@@ -25,8 +25,10 @@ class ToolsConfig(Frozen):
     """
     timeout_s: float = Field(default=10.0, gt=0)
     """Time limit of one call, seconds. The model then reads `error: timeout`."""
-    workers: int = Field(default=1, ge=1)
-    """Number of tool processes."""
+    workers: int | None = Field(default=None, ge=1)
+    """Number of tool processes; null: as many as keep calls from waiting, chosen between steps from what was
+    measured.
+    """
 
     @model_validator(mode="after")
     def _has_a_place(self) -> ToolsConfig:

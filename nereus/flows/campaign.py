@@ -36,6 +36,7 @@ from nereus.tasks.gpu_limit import gpus_held
 from nereus.tasks.job import Job, open_job
 from nereus.tasks.peer_copy import copy_to_peers
 from nereus.tasks.prepare import prepare_campaign
+from nereus.tasks.processes import size_processes
 from nereus.tasks.resume import newest_checkpoint
 from nereus.tasks.share import gpus_shared
 from nereus.tasks.trace import traced
@@ -125,6 +126,7 @@ def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] 
             surviving(job, follow_plan if job.adapter is None else adapt)
             record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
             job.finish_step(record)
+            size_processes(job, record)
             last_step_s = record.step_s
             surviving(job, partial(save_if_due, last=last_step(job, stop)))
             surviving(job, copy_if_due)

@@ -13,6 +13,7 @@ from typing import Any
 from nereus.record.chart import number
 from nereus.record.decisions import read_decisions
 from nereus.record.emergencies import EmergencyRecord, read_emergencies
+from nereus.record.processes import ProcessesRecord, read_processes
 from nereus.record.transitions import OperationRecord, TransitionRecord, read_transitions
 
 Row = tuple[str, ...]
@@ -29,6 +30,7 @@ EMERGENCY_HEAD = (
     "recoveries",
     "first failure",
 )
+PROCESSES_HEAD = ("before step", "what", "processes", "calls a step", "seconds a call", "CPU", "why")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,8 @@ class Table:
 
 
 def adaptation_tables(folder: Path) -> tuple[Table, ...]:
-    """Decisions, transitions, their operations, and emergencies of the run; those without rows are left
-    out.
+    """Decisions, transitions, their operations, emergencies, and numbers of reward and tool processes of the
+    run; those without rows are left out.
     """
     transitions = read_transitions(folder)
     tables = (
@@ -58,6 +60,7 @@ def adaptation_tables(folder: Path) -> tuple[Table, ...]:
             (_operation(record, operation) for record in transitions for operation in record.operations),
         ),
         _table("Emergencies", EMERGENCY_HEAD, map(_emergency, read_emergencies(folder))),
+        _table("Reward and tool processes", PROCESSES_HEAD, map(_processes, read_processes(folder))),
     )
     return tuple(table for table in tables if table.rows)
 
@@ -115,4 +118,16 @@ def _emergency(record: EmergencyRecord) -> Row:
         str(record.steps_redone),
         str(record.attempts),
         record.reason.partition("\n")[0],
+    )
+
+
+def _processes(record: ProcessesRecord) -> Row:
+    return (
+        str(record.step),
+        record.what,
+        f"{record.before} → {record.number}",
+        number(record.num_calls, 3),
+        number(record.call_s, 3),
+        f"{record.cpu_share:.0%}",
+        record.why,
     )

@@ -14,6 +14,7 @@ from nereus.rewards.tools import Tools
 
 GYM_TARGET = "nereus.rewards.gym_score:score"
 CODE_TARGET = "nereus.rewards.code_score:score"
+FIRST_PROCESSES = 1  # until something was measured
 START_ALLOWANCE_S = 300.0  # sandboxes that start slowly are not the program's fault; see `run_program`
 
 AnyReward = PythonReward | ReasoningGymReward | CodeReward | JudgeReward
@@ -36,13 +37,13 @@ def configured_reward(
         return ProcessReward(
             target=GYM_TARGET,
             limit_s=config.timeout_s,
-            num_processes=config.workers,
+            num_processes=config.workers or FIRST_PROCESSES,
             stop=stop,
         )
     return ProcessReward(
         target=config.function,
         limit_s=config.timeout_s,
-        num_processes=config.workers,
+        num_processes=config.workers or FIRST_PROCESSES,
         batched=config.batched,
         stop=stop,
     )
@@ -53,7 +54,7 @@ def configured_tools(config: ToolsConfig, *, stop: threading.Event | None = None
     return Tools(
         target=config.function,
         limit_s=config.timeout_s,
-        num_processes=config.workers,
+        num_processes=config.workers or FIRST_PROCESSES,
         stop=stop,
     )
 
@@ -78,7 +79,7 @@ def _code_reward(config: CodeReward, stop: threading.Event | None) -> ProcessRew
     return ProcessReward(
         target=CODE_TARGET,
         limit_s=config.timeout_s + START_ALLOWANCE_S,
-        num_processes=config.workers,
+        num_processes=config.workers or FIRST_PROCESSES,
         arguments={
             "tests": config.tests,
             "program": config.program,

@@ -27,6 +27,7 @@ from nereus.emu.layout import Rank
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.stage import FromCheckpoint, FromMemory, StageSpec
 from nereus.planner.backoff import BackOff
+from nereus.planner.processes import CallsSeen
 from nereus.record.listener import Listener, current_listener
 from nereus.record.metrics import MetricsLog
 from nereus.record.step import StepRecord
@@ -95,6 +96,8 @@ class Job:
     """Optimizer steps that each trained model-stage had taken when the last stage completed."""
     tools: Tools | None = None
     """The processes of the policy's tools."""
+    calls_seen: dict[str, CallsSeen] = field(default_factory=dict)
+    """What calls of rewards and tools took in the steps so far, the newest ones first in weight."""
     is_built: bool = True
     """Whether the engines are those of `stages`; not so from a transition's commit until they are built."""
     checkpoint: Path | None = None

@@ -16,6 +16,7 @@ from nereus.record.step import StepRecord
 from nereus.tasks.device import device
 from nereus.tasks.estimate import num_sampled
 from nereus.tasks.job import Job, Measured
+from nereus.tasks.processes import processes_now
 from nereus.tasks.score import Rewards
 from nereus.tasks.stages import TRAINING
 from nereus.tasks.turns import turn_stats
@@ -77,6 +78,7 @@ def observe(
             **_stats(trained),
             **rewards.stats(),
             **_of_tools(job, rollouts, rows),
+            **processes_now(job),
             **(stats or {}),
         },
         overhead_s=max(0.0, step_s - _path_s(work_s)),

@@ -12,6 +12,7 @@ from nereus.config import CampaignConfig
 from nereus.flows.campaign import campaign
 from nereus.record.evaluations import read_evaluations
 from nereus.record.metrics import read_records
+from nereus.record.processes import read_processes
 
 pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
@@ -86,3 +87,22 @@ def test_a_policy_one_step_ahead_has_tools_too_between_segments_and_in_evaluatio
     assert all(record.stats["staleness/max"] <= 1 for record in records)
     assert max(record.stats["staleness/versions"] for record in records) >= 1
     assert len(read_evaluations(result.run_folder)) >= 2
+
+
+@pytest.mark.slow
+def test_slow_tools_get_more_processes_and_the_record_says_why(make_config: Make, tmp_path: Path) -> None:
+    result = campaign(make_config(**parts(tmp_path, steps=3)))
+    changes = [record for record in read_processes(result.run_folder) if record.what == "tool"]
+    assert changes
+    assert changes[0].before == 1 < changes[0].number
+    assert "too few: a call waits for" in changes[0].why
+    assert "Reward and tool processes" in result.report.read_text()
+    last = read_records(result.metrics)[-1]
+    assert last.stats["tool_processes"] == changes[-1].number
+    fixed = parts(tmp_path, steps=2, name="fixed")
+    fixed["tools"] |= {"workers": 1}
+    assert not [
+        record
+        for record in read_processes(campaign(make_config(**fixed)).run_folder)
+        if record.what == "tool"
+    ]

@@ -13,6 +13,7 @@ from nereus.config import CampaignConfig
 from nereus.record.decisions import append_decision
 from nereus.record.emergencies import EmergencyRecord, Way, append_emergency
 from nereus.record.metrics import METRICS_FILE, MetricsLog
+from nereus.record.processes import ProcessesRecord, append_processes
 from nereus.record.report import plan_segments, render_report, versions, write_report
 from nereus.record.step import StepRecord, to_json
 from nereus.record.transitions import OperationRecord, TransitionRecord, append_transition
@@ -199,4 +200,28 @@ def test_decisions_transitions_and_emergencies_are_told(config: CampaignConfig, 
         "worker 3 died &lt;now&gt;",
         "2 steps redone",
     ):
+        assert text in page
+
+
+def test_changes_of_the_number_of_processes_are_told(config: CampaignConfig, tmp_path: Path) -> None:
+    records = [make_record(0)]
+    assert "Reward and tool processes" not in render_report(records, config, tmp_path)
+    change = ProcessesRecord(
+        step=3,
+        what="reward",
+        before=1,
+        number=6,
+        num_calls=64.0,
+        call_s=0.5,
+        longest_s=1.0,
+        cpu_share=0.25,
+        window_s=4.0,
+        limit_s=4.0,
+        cores=5,
+        why="too few <of them>",
+    )
+    append_processes(tmp_path, change)
+    page = render_report(records, config, tmp_path)
+    check(page)
+    for text in ("Reward and tool processes (1)", "1 → 6", "25%", "too few &lt;of them&gt;"):
         assert text in page
