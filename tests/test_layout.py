@@ -31,6 +31,7 @@ LEVELS = {
 # The pure half of emu: all that the planner may use of it.
 PURE_EMU = {
     "decoder",
+    "lora",
     "engine_limits",
     "serving",
     "tensor",

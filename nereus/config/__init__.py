@@ -30,7 +30,7 @@ from nereus.config.engines import EnginesConfig
 from nereus.config.environment import environment_folder
 from nereus.config.evaluation import EvaluationConfig
 from nereus.config.logging import LoggerKind
-from nereus.config.models import ModelsConfig, Precision
+from nereus.config.models import LoraConfig, LoraTarget, ModelsConfig, Precision
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig, StagePlan
 from nereus.config.prompts import FileData, LongPrompts, PromptsConfig, PythonData, ReasoningGymData
 from nereus.config.reward import CodeReward, JudgeReward, ModelReward, PythonReward, ReasoningGymReward
@@ -62,6 +62,8 @@ __all__ = [
     "KlEstimator",
     "LoggerKind",
     "LongPrompts",
+    "LoraConfig",
+    "LoraTarget",
     "ModelReward",
     "ModelsConfig",
     "OptimizerConfig",

@@ -138,7 +138,7 @@ class CampaignConfig(Frozen):
         stages = ["actor.generation", "actor.training"]
         if self.algorithm.kind == "ppo":
             stages.append("critic.training")
-        if self.algorithm.kl is not None:
+        if self.algorithm.kl is not None and not self.scores_reference_frozen:
             stages.append("reference.inference")
         if self.reward.kind == "model":
             stages.append("reward.inference")
@@ -151,6 +151,11 @@ class CampaignConfig(Frozen):
             if change.before_step <= step:
                 plan = change.plan
         return plan
+
+    @property
+    def scores_reference_frozen(self) -> bool:
+        """Whether the actor without its adapters is the reference: then that needs no model of its own."""
+        return self.models.lora is not None and self.models.reference is None
 
     @property
     def rescores(self) -> bool:
@@ -204,6 +209,15 @@ class CampaignConfig(Frozen):
                         f"with asynchrony.staleness = {self.asynchrony.staleness}; give plan.actor_generation"
                         " gpus of its own, or set staleness: 0"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_of_adapters(self) -> CampaignConfig:
+        if self.models.lora is not None and self.engines.training != "torch":
+            raise ValueError(
+                f"models.lora is given, but engines.training = {self.engines.training} trains all weights; "
+                "use engines.training: torch, or leave models.lora out"
+            )
         return self
 
     @model_validator(mode="after")

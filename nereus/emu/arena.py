@@ -8,6 +8,7 @@ and an optimizer step is a few elementwise operations on flat tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -68,6 +69,18 @@ class Arena:
         self.views: dict[str, Tensor] = {}
         if allocated:
             self.allocate(self._all)
+
+    def part(self, shard: Shard) -> Arena:
+        """The tensors of `shard`, which lie here one after the other, as an arena over the same memory."""
+        starts, size = offsets(shard)
+        first = offsets(self.shard)[0][shard.tensors[0].name] if shard.tensors else 0
+        inside = {name: offsets(self.shard)[0][name] - first for name in starts}
+        assert inside == starts, "the tensors of a part follow one another"
+        out = copy(self)
+        out.shard, out.flat = shard, self.flat[first : first + size]
+        out._all = {name: self._all[name] for name in starts}
+        out.views = {name: self.views[name] for name in starts if name in self.views}
+        return out
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -142,6 +155,10 @@ class ShardState:
             for kind, dtype in kinds.items()
         }
         return cls(shard=shard, arenas=arenas)
+
+    def part(self, shard: Shard) -> ShardState:
+        """The same with only these tensors of theta, over the same memory; the other kinds stay."""
+        return ShardState(shard=shard, arenas={**self.arenas, "theta": self.arenas["theta"].part(shard)})
 
     def split(self) -> tuple[ShardState, ShardState]:
         """Theta, and all other kinds, as states of their own over the same arenas."""

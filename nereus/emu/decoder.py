@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nereus.emu.lora import VALUE_HEAD as VALUE_HEAD
+from nereus.emu.lora import Lora, adapter_tensors
 from nereus.emu.tensor import Cut, Even, Fused, KvHeads, ModelSpec, Replicated, TensorSpec, Vocab
 from nereus.errors import ModelError, explain
 
@@ -86,6 +88,7 @@ class DecoderConfig:
     rope: Rope = Rope()
     dtype: DType = "fp32"
     head: Head = "lm"
+    lora: Lora | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -193,9 +196,13 @@ class DecoderConfig:
         """The same model with weights in another dtype."""
         return replace(self, dtype=dtype)
 
+    def with_lora(self, lora: Lora | None) -> DecoderConfig:
+        """The same model with frozen weights and adapters beside them, or without adapters."""
+        return replace(self, lora=lora)
+
     @property
     def num_parameters(self) -> int:
-        """Number of distinct logical weights (tied embeddings counted once)."""
+        """Number of distinct logical weights, adapters too (tied embeddings counted once)."""
         return decoder_spec(self).num_elements
 
     def to_hf(self) -> dict[str, Any]:
@@ -243,7 +250,6 @@ class DecoderConfig:
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-VALUE_HEAD = "score.weight"
 FINAL_NORM = "model.norm.weight"
 
 
@@ -258,7 +264,7 @@ def decoder_spec(
 
     q, k, v (and their biases) are stored fused in `qkv_order`, gate and up in blocks; the vocabulary is
     padded up to a multiple of `vocab_multiple * tp` rows. With a value head there is no `lm_head` and
-    nothing is tied.
+    nothing is tied. Adapters come last.
     """
     h, d, kv = config.hidden_size, config.head_dim, config.num_kv_heads
     group = config.num_heads // kv
@@ -309,6 +315,10 @@ def decoder_spec(
         tensors.append(TensorSpec(name=VALUE_HEAD, shape=(1, h), cut=whole, place="last"))
     elif not tied:
         tensors.append(TensorSpec(name=HEAD, shape=(config.vocab_size, h), cut=vocab, place="last"))
+    if config.lora is not None:
+        specs, rules = adapter_tensors(tensors, fused, config.lora)
+        tensors += specs
+        fused += rules
     return ModelSpec(
         tensors=tuple(tensors),
         fused=tuple(fused),

@@ -13,7 +13,7 @@ from typing import Literal
 from nereus.emu.decoder import DType
 from nereus.errors import InvalidOperation, explain
 
-KindName = Literal["theta", "master", "exp_avg", "exp_avg_sq"]
+KindName = Literal["theta", "master", "exp_avg", "exp_avg_sq", "grad"]
 DTYPE_BYTES: Mapping[DType, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 

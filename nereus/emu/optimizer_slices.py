@@ -49,15 +49,17 @@ def seat(
     topology: Topology,
     *,
     lost: Collection[Rank] = (),
+    trained: ModelSpec | None = None,
 ) -> tuple[Unit, ...]:
     """The new units, which will share their optimizer state, so that most bytes of both states stay.
 
     Units that stay as they are keep their ranks, and are first put in the order in which their slices overlap
     most with what they hold; the other units' ranks are permuted for the overlap of weights and slices
-    together. `new` carries the kinds of theta, `old_omega` those of omega.
+    together. `new` carries the kinds of theta, `old_omega` those of omega, which is of the tensors of
+    `trained`, by default of all.
     """
     stay = [unit.layout in {one.layout for one in old} for unit in new]
-    holds = _Holds(model, old_omega, [unit.layout for unit in new], lost)
+    holds = _Holds(trained or model, old_omega, [unit.layout for unit in new], lost)
     layouts = [unit.layout for unit in new]
     if any(stay):
         layouts = [layouts[index] for index in holds.order(layouts)]

@@ -5,6 +5,7 @@ Values that travel from the driver to every worker; the worker answers by buildi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +16,7 @@ from nereus.emu.engine_limits import EngineName
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.kinds import Kinds, kinds_of, optimizer_kinds, serving_kinds
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.lora import frozen_part, trained_part
 from nereus.emu.optimizer_slices import optimizer_units
 from nereus.emu.serving import DEFAULT_SERVING, Serving
 from nereus.emu.tensor import ModelSpec
@@ -25,20 +27,24 @@ Role = Literal["training", "generation", "inference"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromFolder:
-    """Weights from a Hugging Face folder; moments start at zero. A missing value head is drawn from
-    `seed`.
+    """Weights from a Hugging Face folder; moments start at zero. A missing value head is drawn from `seed`,
+    and so are adapters, unless they come from the PEFT folder `adapter`.
     """
 
     folder: Path
     seed: int = 0
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromCheckpoint:
-    """Weights and moments from one model of a checkpoint."""
+    """Weights and moments from one model of a checkpoint. It holds what is trained: frozen weights come from
+    where they first were, `base`.
+    """
 
     folder: Path
     step_count: int
+    base: FromFolder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +103,51 @@ class StageSpec:
         return decoder_spec(self.model, qkv_order=order)
 
     @property
+    def trained(self) -> ModelSpec:
+        """The tensors that are trained, and so the ones that the optimizer has state of."""
+        return trained_part(self.tensors)
+
+    @property
+    def served(self) -> ModelSpec:
+        """The tensors that other model-stages get: adapters are added to the weights and are none."""
+        return self.tensors if self.model.lora is None else frozen_part(self.tensors)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the optimizer's state is a state of its own, cut or made up otherwise than the weights."""
+        return self.zero1 or (self.role == "training" and self.model.lora is not None)
+
+    @property
+    def models(self) -> dict[str, ModelSpec]:
+        """The tensors of its units, and of those of its optimizer, by the name of the model."""
+        return {self.model_name: self.tensors, self._optimizer_model: self.trained}
+
+    @property
+    def model_name(self) -> str:
+        """The model's name. Model-stages of one name hold the same tensors."""
+        model = self.name.partition(".")[0]
+        return model if self.model.lora is None else f"{model} with adapters"
+
+    @property
+    def _optimizer_model(self) -> str:
+        return self.model_name if self.model.lora is None else f"adapters of {self.name.partition('.')[0]}"
+
+    @property
     def kinds(self) -> Kinds:
-        """The kinds of state that a unit carries; with `zero1` the optimizer's are the model-stage's."""
-        return serving_kinds(self.model.dtype) if self.zero1 else kinds_of(self.role, self.model.dtype)
+        """The kinds of state that a unit carries, without the optimizer's where that is `apart`."""
+        return serving_kinds(self.model.dtype) if self.apart else kinds_of(self.role, self.model.dtype)
 
     @property
     def optimizer_units(self) -> tuple[Unit, ...]:
-        """With `zero1` the one unit of all ranks that holds the optimizer's state, else none."""
-        if not self.zero1:
-            return ()
-        kinds, model = optimizer_kinds(self.model.dtype), self.name.partition(".")[0]
-        return optimizer_units(self.name, model, self.units, kinds, shared=True)
+        """Where the optimizer's state is `apart`, the units that hold it: with `zero1` one of all ranks."""
+        return self.optimizer_units_on(self.units, self.name, shared=self.zero1) if self.apart else ()
+
+    def optimizer_units_on(
+        self, units: Sequence[Layout], name: str, *, shared: bool = False, kinds: Kinds | None = None
+    ) -> tuple[Unit, ...]:
+        """The optimizer's state, or other `kinds` of what is trained, of units with these layouts."""
+        kinds = optimizer_kinds(self.model.dtype) if kinds is None else kinds
+        return optimizer_units(name, self._optimizer_model, units, kinds, shared=shared)
 
     @property
     def writers(self) -> tuple[Rank, ...]:
@@ -115,9 +155,9 @@ class StageSpec:
         return self.ranks if self.zero1 else self.units[0].ranks
 
     def elastic_units(self, kinds: Kinds, *, model: str | None = None) -> tuple[Unit, ...]:
-        """The units as values of a reshard plan, with these kinds of state; `model` is `name` when absent."""
+        """The units as values of a reshard plan, with these kinds of state, by default of `model_name`."""
         return tuple(
-            Unit(id=UnitId(self.name, index), model=model or self.name, layout=layout, kinds=kinds)
+            Unit(id=UnitId(self.name, index), model=model or self.model_name, layout=layout, kinds=kinds)
             for index, layout in enumerate(self.units)
         )
 

@@ -23,27 +23,26 @@ from torch import Tensor
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.config.environment import reads_memory
 from nereus.emu import tracing
+from nereus.emu.adapter_weights import merged_state
 from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.ballot import Vote
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.checkpoint.part import Part, write_part
-from nereus.emu.checkpoint.source import CheckpointSource, kinds_to_fill
 from nereus.emu.decision import Decision
 from nereus.emu.device_memory import free_bytes, take_peak_bytes
 from nereus.emu.engines.feeding import Fed, FeedEngine
-from nereus.emu.engines.protocol import GenerateEngine, TrainEngine
+from nereus.emu.engines.protocol import AdapterEngine, GenerateEngine, TrainEngine
 from nereus.emu.engines.registry import REJOINING, open_generator, open_trainer
 from nereus.emu.engines.rejoining import RejoiningEngine, agreed, made_alike
 from nereus.emu.executor import Executor
+from nereus.emu.filling import fill_engine
 from nereus.emu.groups import Generation, backend_for
-from nereus.emu.hf_folder import HFSource
 from nereus.emu.lanes import Lanes
 from nereus.emu.layout import Layout, Rank, shard
 from nereus.emu.loss import Loss
 from nereus.emu.optimizer_slices import optimizer_stage
 from nereus.emu.rank_plan import RankPlan
-from nereus.emu.source import fill
-from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, StageSpec
+from nereus.emu.stage import FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.timings import Observed, Timings
 from nereus.emu.transaction import Applied, Moved, Order, Participant
@@ -162,7 +161,7 @@ class Worker:
         if spec.role == "generation":
             return self._build_generator(spec, groups)
         engine = open_trainer(spec, groups, device=self.device, state=self._held(spec))
-        self._fill(spec, engine)
+        fill_engine(engine, spec)
         self._engines[spec.name] = engine
         self._keep(spec, engine.state)
         return engine.state.num_bytes
@@ -184,9 +183,9 @@ class Worker:
         return True
 
     def _keep(self, spec: StageSpec, state: ShardState) -> None:
-        """Let transitions move the state: as one, or weights and optimizer apart where units share it."""
+        """Let transitions move the state: as one, or weights and optimizer apart."""
         live, omega_stage = self.participant.live, optimizer_stage(spec.name)
-        if spec.zero1:
+        if spec.apart:
             live[spec.name], live[omega_stage] = state.split()
         else:
             live[spec.name] = state
@@ -228,19 +227,6 @@ class Worker:
                 engine.close()
         self._specs.pop(stage, None)
 
-    def _fill(self, spec: StageSpec, engine: TrainEngine) -> None:
-        state: ShardState = engine.state
-        match spec.origin:
-            case FromFolder(folder=folder, seed=seed):
-                weights = HFSource(folder, head=spec.model.head, value_head_seed=seed)
-                fill(state, weights, {kind: "theta" for kind in state.arenas if kind in ("theta", "master")})
-            case FromCheckpoint(folder=folder, step_count=step_count):
-                stored = CheckpointSource(folder)
-                fill(state, stored, kinds_to_fill(state.arenas, stored))
-                engine.step_count = step_count
-            case FromMemory(step_count=step_count):
-                engine.step_count = step_count
-
     def generate(self, stage: str, prompts: PromptBatch, sampling: Sampling, version: int) -> Rollouts | None:
         """Answer prompts; collective over the unit. Its first rank returns the rollouts."""
         with self._timings.of(f"{stage}/generate"):
@@ -266,11 +252,18 @@ class Worker:
         micro_batch_rows: int,
         temperature: float,
         micro_batch_tokens: int | None = None,
+        frozen: bool = False,
     ) -> Scores | None:
-        """Log-probabilities or values of the responses; collective over the unit."""
+        """Log-probabilities or values of the responses, if `frozen` without adapters; collective over the
+        unit.
+        """
         engine = self._engines[stage]
-        with self._timings.of(f"{stage}/score"):
-            scores = engine.score(
+        score = engine.score
+        if frozen:
+            assert isinstance(engine, AdapterEngine), f"{stage} has no adapters"
+            score = engine.score_frozen
+        with self._timings.of(f"{stage}/{'score_frozen' if frozen else 'score'}"):
+            scores = score(
                 batch,
                 micro_batch_rows=micro_batch_rows,
                 micro_batch_tokens=micro_batch_tokens,
@@ -309,8 +302,8 @@ class Worker:
         The channel stays open for as long as the generation lives, so a sync connects only once.
         """
         assert self._generation is not None, "a worker joins a generation before it moves weights"
-        engine, generator = self._engines.get(source), self._generators.get(destination)
-        old, new = (None if one is None else one.state for one in (engine, generator))
+        generator = self._generators.get(destination)
+        old, new = self._served(source), None if generator is None else generator.state
         plan, epoch, deadline = self._syncs[source], self._generation.number, Deadline.after(deadline_s)
         if plan.meshes:
             sent_bytes = self._mover.run(plan, old, new, epoch=epoch, deadline=deadline)
@@ -327,6 +320,14 @@ class Worker:
         transport = self.participant.executor.transport
         assert isinstance(transport, CollectiveTransport), "a worker's transport is between processes"
         return MeshMover(transport.ordered, M2nResharder.load(self.device), Lanes.of(self.device))
+
+    def _served(self, source: str) -> ShardState | None:
+        """The weights that generation is to have, None where none are held: adapters are added to a copy."""
+        engine = self._engines.get(source)
+        if engine is None:
+            return None
+        lora = self._specs[source].model.lora
+        return engine.state if lora is None else merged_state(engine.state, lora)
 
     def begin_transition(self, epoch: int) -> None:
         """Open an epoch; operations follow."""
@@ -374,8 +375,8 @@ class Worker:
     def write_checkpoint(self, stage: str, model: str, folder: Path) -> tuple[Part, int]:
         """Write the boxes that this rank owns of a model-stage; returns the part and Adam's step count."""
         engine, spec = self._engines[stage], self._specs[stage]
-        omega = next((unit.layout for unit in spec.optimizer_units), None)
-        part = write_part(folder, model, spec.tensors, spec.units[0], self.rank, engine.state, omega)
+        omega = spec.optimizer_units[0].layout if spec.zero1 else None
+        part = write_part(folder, model, spec.trained, spec.units[0], self.rank, engine.state, omega)
         return part, engine.step_count
 
     def step_count(self, stage: str) -> int:

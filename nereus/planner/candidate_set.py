@@ -131,7 +131,7 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
     tp, pp, dp, pool, option, *origin = (column.astype(np.int64) for column in columns[:8])
     persistent, transient, latency, sync = columns[8:]
     layout = ((pool << 12 | tp) << 12 | pp) << 32 | dp
-    if model_stage is ModelStage.ACTOR_GENERATION and not request.workload.engines.share_weights:
+    if model_stage is ModelStage.ACTOR_GENERATION and not request.workload.shares_weights:
         layout = ~layout  # equal to no layout of training
     seat = Seat(
         name=str(model_stage),

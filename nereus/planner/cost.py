@@ -80,10 +80,11 @@ def stage_times(
         terms = inference_terms(place, workload, *sizes)
     else:
         terms = training_terms(place, workload, *sizes)
-        if model_stage is ModelStage.ACTOR_TRAINING and workload.old_logprobs:
+        again = {"old_logprobs": workload.old_logprobs, "frozen_reference": workload.frozen_reference}
+        for name in [name for name, yes in again.items() if yes and model_stage is ModelStage.ACTOR_TRAINING]:
             within = replace(place, calibration=calibration.scores_while_training)
             scored = inference_terms(within, workload, *sizes)
-            terms["old_logprobs"] = np.asarray(sum(scored.values()))
+            terms[name] = np.asarray(sum(scored.values()))
     return StageCosts(latency_s=np.asarray(sum(terms.values())), terms=terms)
 
 

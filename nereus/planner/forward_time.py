@@ -13,7 +13,7 @@ from nereus.planner.collective_time import all_reduce_s
 from nereus.planner.decode_time import hop_s
 from nereus.planner.kernel_time import context_attention_s, elementwise_s, score_passes_s
 from nereus.planner.layer_time import Place, head_forward, layer_forward
-from nereus.planner.shard_size import heads_per_rank, rank_parameters
+from nereus.planner.shard_size import heads_per_rank, rank_parameters, trained_parameters
 from nereus.planner.workload import Recompute, Workload
 
 Floats = NDArray[np.float64]
@@ -38,12 +38,15 @@ class _Layer:
     def total(self) -> Floats:
         return np.asarray(sum(self.terms.values()))
 
-    def trained(self, recompute: Recompute) -> _Layer:
-        """Forward and backward pass, with what is computed again."""
+    def trained(self, recompute: Recompute, *, frozen: bool) -> _Layer:
+        """Forward and backward pass, with what is computed again. Frozen weights have no gradient, which is
+        half of the backward products; those of adapters are too thin to count.
+        """
+        backward = BACKWARD_GEMM / 2 if frozen else BACKWARD_GEMM
         full = 1.0 if recompute is Recompute.FULL else 0.0
         scores = 0.0 if recompute is Recompute.NONE else 1.0
         factor = {
-            "gemm": 1 + BACKWARD_GEMM + full,
+            "gemm": 1 + backward + full,
             "attention": 1 + BACKWARD_ATTENTION + scores,
             "elementwise": 3 + full,
             "tensor_parallel": 2 + full,
@@ -51,7 +54,7 @@ class _Layer:
         }
         return _Layer(
             terms={name: term * factor[name] for name, term in self.terms.items()},
-            head=self.head * (1 + BACKWARD_GEMM),
+            head=self.head * (1 + backward),
             hop=2 * self.hop,
         )
 
@@ -92,12 +95,14 @@ def training_terms(
     share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
     micro = np.minimum(workload.micro_batch, share)
     forward = _forward(place, workload, tp, pp, micro)
-    layer = forward.trained(workload.recompute)
+    layer = forward.trained(workload.recompute, frozen=place.shape.lora is not None)
     pipeline = _pipeline(place, layer, pp, np.ceil(share / micro), split)
     terms = {name: steps * term for name, term in pipeline.items()}
     # The last micro-batch's backward pass in one stage hides the exchange of gradients.
     backward = np.ceil(place.shape.num_layers / pp) * (layer.total - forward.total)
     parameters = rank_parameters(place.shape, tp, pp)
+    if place.shape.lora is not None:
+        parameters = trained_parameters(place.shape, tp, np.ceil(place.shape.num_layers / pp), True, True)
     terms["data_parallel"] = steps * exposed_s(_gradients(place, workload, tp, pp, dp, parameters), backward)
     update = elementwise_s(place.gpu, parameters * OPTIMIZER_BYTES, 4)
     terms["optimizer"] = steps * update * place.calibration.optimizer

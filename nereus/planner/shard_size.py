@@ -80,6 +80,44 @@ def stage_parameters(shape: DecoderConfig, tp: Floats, split: Sequence[int], ind
     return held_parameters(shape, tp, split[index], index == 0, index == len(split) - 1)
 
 
+def adapter_parameters(shape: DecoderConfig, tp: ArrayLike) -> Floats:
+    """Weights of the adapters of one layer on the fullest rank, 0 without adapters: `emu.lora` tells which
+    factor is cut and which every rank holds whole.
+    """
+    if shape.lora is None:
+        return np.zeros_like(np.asarray(tp, dtype=np.float64))
+    query, kv = heads_per_rank(shape, tp)
+    width = np.ceil(shape.intermediate_size / np.asarray(tp, dtype=np.float64))
+    inside = {
+        "q_proj": query * shape.head_dim,
+        "k_proj": kv * shape.head_dim,
+        "v_proj": kv * shape.head_dim,
+        "o_proj": query * shape.head_dim,
+        "gate_proj": width,
+        "up_proj": width,
+        "down_proj": width,
+    }
+    return np.asarray(
+        sum(shape.lora.rank * (shape.hidden_size + inside[name]) for name in shape.lora.targets)
+    )
+
+
+def trained_parameters(
+    shape: DecoderConfig,
+    tp: Floats,
+    layers: ArrayLike,
+    embedding: bool | NDArray[np.bool_],
+    head: bool | NDArray[np.bool_],
+) -> Floats:
+    """Weights with gradients and optimizer state on one rank of a pipeline stage: all that it holds, or the
+    adapters and a value head.
+    """
+    if shape.lora is None:
+        return held_parameters(shape, tp, layers, embedding, head)
+    value_head = np.where(head, shape.hidden_size if shape.head == "value" else 0.0, 0.0)
+    return np.asarray(np.asarray(layers) * adapter_parameters(shape, tp) + value_head)
+
+
 def total_parameters(shape: DecoderConfig) -> float:
     """Weights of the whole decoder, without replication."""
     return float(rank_parameters(shape, 1, 1))

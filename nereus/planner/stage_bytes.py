@@ -16,10 +16,12 @@ from nereus.emu.serving import Serving, cache_bytes
 from nereus.planner.candidates import distinct
 from nereus.planner.generation_time import PREFILL_TOKENS
 from nereus.planner.shard_size import (
+    adapter_parameters,
     heads_per_rank,
     held_parameters,
     kv_bytes_per_token,
     rank_parameters,
+    trained_parameters,
 )
 from nereus.planner.workload import Pipeline, Recompute, Workload
 
@@ -194,6 +196,8 @@ def _train_stage(
 ) -> Terms:
     """One pipeline stage; `embedding` and `head` say whether it holds them."""
     parameters = held_parameters(shape, tp, layers, embedding, head)
+    adapters = np.asarray(layers) * adapter_parameters(shape, tp)
+    trained = trained_parameters(shape, tp, layers, embedding, head)
     tokens = sequences * workload.max_sequence_tokens
     live = tokens * live_layer_bytes(shape, tp, workload) + _score_bytes(shape, workload, tp, sequences)
     if workload.recompute is Recompute.FULL:
@@ -204,16 +208,23 @@ def _train_stage(
         kept = live
     # What is computed again lives for one layer at a time.
     again = live if workload.recompute is not Recompute.NONE else np.zeros_like(live)
-    held = parameters / dp if workload.zero1 else parameters
-    staged = held if workload.zero1 else np.zeros_like(parameters)
-    return {
-        "weights": workload.dtype_bytes * parameters,
-        "gradients": workload.grad_bytes * (parameters + staged),
+    held = trained / dp if workload.zero1 else trained
+    staged = held if workload.zero1 else np.zeros_like(trained)
+    activations = kept * layers * in_flight + again
+    logits = np.where(head, _logits(shape, workload, tp, tokens, _LOGIT_COPIES_TRAINED), 0.0)
+    terms = {
+        "weights": workload.dtype_bytes * (parameters + adapters),
+        "gradients": workload.grad_bytes * (trained + staged),
         "master": _MASTER_BYTES * held,
         "moments": _MOMENT_BYTES * held,
-        "activations": kept * layers * in_flight + again,
-        "logits": np.where(head, _logits(shape, workload, tp, tokens, _LOGIT_COPIES_TRAINED), 0.0),
+        "activations": activations,
+        "logits": logits,
     }
+    if shape.lora is not None and shape.head == "lm":
+        # The weight sync sends a copy with the adapters added; activations and logits are gone by then.
+        merged = workload.dtype_bytes * parameters
+        terms["merged"] = np.maximum(0.0, merged - activations - logits)
+    return terms
 
 
 def live_layer_bytes(shape: DecoderConfig, tp: ArrayLike, workload: Workload) -> Floats:

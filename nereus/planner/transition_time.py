@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from nereus.emu.chain_time import planned
 from nereus.emu.decoder import DType, decoder_spec
 from nereus.emu.graph import build_graph
-from nereus.emu.kinds import kinds_of
+from nereus.emu.kinds import kinds_of, serving_kinds
 from nereus.emu.layout import Layout
+from nereus.emu.lora import trained_part
 from nereus.emu.schedule import schedule
 from nereus.emu.schedule_problem import Room
 from nereus.emu.shard_bytes import sizes_of
@@ -25,7 +26,7 @@ from nereus.planner.memory import usable_bytes
 from nereus.planner.profile import ClusterProfile, LinkProfile
 from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, GpuId
-from nereus.planner.workload import ModelShapes, ModelStage
+from nereus.planner.workload import ModelShapes, ModelStage, Stage
 
 _DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -84,7 +85,8 @@ def transition_cost(
     topology = topology_of(gpus, after.cluster)
     specs = _specs(models, dtype)
     try:
-        graph = build_graph(cluster_state(before, alive, dtype), cluster_state(after, alive, dtype), topology)
+        units = (cluster_state(seated, alive, models, dtype) for seated in (before, after))
+        graph = build_graph(*units, topology)
         sizes = sizes_of(specs)
         room = Room(cap_bytes=usable_bytes(after.cluster, after.cluster.gpu_kinds[0]))
         plan = schedule(graph, sizes, room, topology, planned(specs, topology), tries=1)
@@ -114,14 +116,19 @@ def _restart(fixed: FixedCosts, why: str) -> TransitionCost:
     return TransitionCost(moving_s=0.0, fixed_s=fixed.restart_s, num_operations=0, from_checkpoint=why)
 
 
-def cluster_state(seated: Seated, alive: frozenset[GpuId], dtype: str) -> ClusterState:
-    """The units of a plan on GPUs that live; a unit with a lost GPU is gone. Shared weights count once."""
+def cluster_state(seated: Seated, alive: frozenset[GpuId], models: ModelShapes, dtype: str) -> ClusterState:
+    """The units of a plan on GPUs that live; a unit with a lost GPU is gone. Shared weights count once.
+
+    The optimizer's state of adapters, about a hundredth of all state, does not count.
+    """
     units = [
         Unit(
             id=UnitId(str(item.model_stage), number),
             model=str(item.model_stage.model),
             layout=Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers),
-            kinds=kinds_of(item.model_stage.stage, _DTYPES[dtype]),
+            kinds=serving_kinds(_DTYPES[dtype])
+            if _has_adapters(models, item.model_stage)
+            else kinds_of(item.model_stage.stage, _DTYPES[dtype]),
         )
         for item in seated.plan.assignments
         if not item.shares_weights
@@ -154,10 +161,18 @@ def state_bytes(models: ModelShapes, dtype: str) -> dict[str, float]:
     sizes = {}
     for stage in ModelStage:
         shape = models.of(stage.model)
-        kinds = kinds_of(stage.stage, _DTYPES[dtype])
-        if shape is not None:
-            sizes[str(stage)] = float(shape.num_parameters) * sum(kind.num_bytes for kind in kinds)
+        if shape is None:
+            continue
+        theta, kinds = serving_kinds(_DTYPES[dtype]), kinds_of(stage.stage, _DTYPES[dtype])
+        trained, each = trained_part(decoder_spec(shape)).num_elements, sum(kind.num_bytes for kind in theta)
+        more = sum(kind.num_bytes for kind in kinds) - each
+        sizes[str(stage)] = float(shape.num_parameters * each + trained * more)
     return sizes
+
+
+def _has_adapters(models: ModelShapes, stage: ModelStage) -> bool:
+    shape = models.of(stage.model)
+    return stage.stage is Stage.TRAINING and shape is not None and shape.lora is not None
 
 
 def _specs(models: ModelShapes, dtype: str) -> dict[str, ModelSpec]:

@@ -176,7 +176,8 @@ class Workload:
     `logits_chunk_tokens` is how many tokens' logits live at once (None: a whole micro-batch);
     `attention` is how the training engine computes attention, `pipeline` the order of its micro-batches;
     `zero1`: the units of a trained model share its optimizer state. `old_logprobs`: the training engine
-    scores the responses once more before it trains. `engines` bound the layouts and the memory.
+    scores the responses once more before it trains. `frozen_reference`: it scores them by the actor without
+    its adapters, which is the reference. `engines` bound the layouts and the memory.
     """
 
     algorithm: Algorithm
@@ -198,6 +199,7 @@ class Workload:
     pipeline: Pipeline = Pipeline.ONE_F_ONE_B
     logits_chunk_tokens: int | None = 2048
     zero1: bool = False
+    frozen_reference: bool = False
     engines: Engines = TORCH
 
     def __post_init__(self) -> None:
@@ -222,6 +224,11 @@ class Workload:
             raise ConfigError(
                 explain("cannot build a workload", values=self.dtype, rule=f"one of {[*_DTYPE_BYTES]}")
             )
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether generation may read the arenas that training writes; adapters it wants added to them."""
+        return self.engines.share_weights and self.models.actor.lora is None
 
     @property
     def dtype_bytes(self) -> int:

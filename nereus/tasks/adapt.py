@@ -50,12 +50,12 @@ from nereus.tasks.micro_batches import planned_rows
 from nereus.tasks.planned_cluster import cache_limit, cluster_of
 from nereus.tasks.stages import (
     CRITIC,
-    GENERATION,
     REFERENCE,
     REWARD,
     TRAINING,
     StageModel,
     serving_of,
+    with_sharing,
 )
 
 PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
@@ -69,6 +69,7 @@ STAGE_OF_WORK = {
     "generate": Stage.GENERATION,
     "score reference": Stage.INFERENCE,
     "score values": Stage.INFERENCE,
+    "score frozen": Stage.TRAINING,
     "learn actor.training": Stage.TRAINING,
     "learn critic.training": Stage.TRAINING,
 }
@@ -218,6 +219,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         num_mini_batches=config.batch.mini_batches,
         old_logprobs=config.rescores,
         zero1=config.optimizer.zero1,
+        frozen_reference=config.scores_reference_frozen and config.algorithm.kl is not None,
         engines=_engines(config, shapes[TRAINING]),
         attention=_attention(config),
     )
@@ -343,10 +345,7 @@ def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, 
             for unit in seated.units(item)
         )
         out[name] = replace(spec, units=units)
-    engines = Engines(training=out[TRAINING].engine, generation=out[GENERATION].engine)
-    shares = engines.share_weights and out[GENERATION].units == out[TRAINING].units
-    out[GENERATION] = replace(out[GENERATION], shares=TRAINING if shares else None)
-    return with_options(out, seated)
+    return with_options(with_sharing(out), seated)
 
 
 def with_options(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, StageSpec]:

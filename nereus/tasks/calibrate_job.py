@@ -17,7 +17,7 @@ from nereus.tasks.adapt import STAGE_OF_WORK, request_of
 from nereus.tasks.planned_cluster import cluster_of, gpu_kind
 from nereus.tasks.stages import TRAINING, read_models
 
-RESCORE = "score policy"
+RESCORE, REFERENCE = "score policy", "score reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,14 @@ def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
         sizes[ModelStage(name)] = Sizes(tp=stage.tp, pp=stage.pp, dp=stage.num_gpus // (stage.tp * stage.pp))
     in_turn = frozenset(stage for stage in Stage if _share_gpus(config, plan, stage))
     seconds: dict[Stage, float] = {}
+    # The cost model counts these as training, by the training engine.
+    within = {RESCORE: config.rescores, REFERENCE: config.scores_reference_frozen}
     for work, took_s in record.stage_s.items():
-        if (stage_of := STAGE_OF_WORK.get(work)) is not None:
+        if (stage_of := STAGE_OF_WORK.get(work)) is not None and not within.get(work):
             before_s = seconds.get(stage_of, 0.0)
             seconds[stage_of] = before_s + took_s if stage_of in in_turn else max(before_s, took_s)
-    if config.rescores:  # which the cost model counts as training, by the training engine
-        seconds[Stage.TRAINING] = seconds.get(Stage.TRAINING, 0.0) + record.stage_s.get(RESCORE, 0.0)
+    for work in [work for work, counts in within.items() if counts]:
+        seconds[Stage.TRAINING] = seconds.get(Stage.TRAINING, 0.0) + record.stage_s.get(work, 0.0)
     return SeenStep(
         mean=record.length_mean,
         p95=record.length_p95,

@@ -8,11 +8,14 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from nereus.emu.adapter_weights import Merged
 from nereus.emu.checkpoint.commit import begin, commit
 from nereus.emu.checkpoint.part import Part
 from nereus.emu.checkpoint.source import CheckpointSource
 from nereus.emu.cluster import Call
-from nereus.emu.hf_folder import write_hf_folder
+from nereus.emu.hf_folder import HFSource, write_hf_folder
+from nereus.emu.peft_folder import write_peft_folder
+from nereus.emu.source import LogicalSource
 from nereus.emu.tensor import ModelSpec
 from nereus.tasks.control import control_record
 from nereus.tasks.job import Job
@@ -40,7 +43,7 @@ def save_checkpoint(job: Job) -> Path:
             written = job.cluster.run(calls, what="checkpoint")
             parts += [part for part, _ in written.values()]
             steps[stage] = written[ranks[0]][1]
-            specs[model] = job.stages[stage].tensors
+            specs[model] = job.stages[stage].trained
         control = replace(control_record(job, steps), prompt_lengths=job.lengths.means)
         job.checkpoint = commit(folder, specs, parts, control, keep_last=job.config.checkpoint.keep_last)
     return job.checkpoint
@@ -48,14 +51,23 @@ def save_checkpoint(job: Job) -> Path:
 
 @task(name="export model", cache_policy=NO_CACHE)
 def export_model(job: Job) -> Path:
-    """Write the actor of the newest checkpoint as a Hugging Face folder with the tokenizer beside it."""
+    """Write the actor of the newest checkpoint as a Hugging Face folder with the tokenizer beside it.
+
+    Where adapters were trained they are added to its weights; in `adapter` they lie alone, in PEFT's form.
+    """
     assert job.checkpoint is not None, "a model is exported from a checkpoint"
     models, spec = job.config.models, job.stages[TRAINING]
     target = job.config.run_folder / "model"
-    write_hf_folder(
-        CheckpointSource(job.checkpoint / MODEL_OF_STAGE[spec.name]),
-        spec.model,
-        target,
-        origin=Path(models.tokenizer or models.actor),
-    )
+    source: LogicalSource = CheckpointSource(job.checkpoint / MODEL_OF_STAGE[spec.name])
+    if (lora := spec.model.lora) is not None:
+        write_peft_folder(
+            source,
+            spec.tensors,
+            lora,
+            job.config.run_folder / "adapter",
+            base=models.actor,
+            dtype=spec.model.dtype,
+        )
+        source = Merged(HFSource(models.actor), source, lora)
+    write_hf_folder(source, spec.model.with_lora(None), target, origin=Path(models.tokenizer or models.actor))
     return target

@@ -40,7 +40,7 @@ def stale_states(job: Job) -> dict[str, frozenset[Rank]]:
     for spec in job.stages.values():
         if spec.role == "generation":
             continue  # its weights come from training
-        keys = {spec.name, *({optimizer_stage(spec.name)} if spec.zero1 else ())}
+        keys = {spec.name, *({optimizer_stage(spec.name)} if spec.apart else ())}
         worthless = {rank for rank in spec.ranks if rank in held and not keys <= set(held[rank])}
         if spec.role == "training":
             counts = step_counts(job, spec)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nereus.config.environment import gives_back_gpu_memory
 from nereus.emu.cluster import Call
-from nereus.emu.kinds import DTYPE_BYTES
+from nereus.emu.kinds import Kind
 from nereus.emu.layout import Rank
 from nereus.emu.shard_bytes import sizes_of
 from nereus.emu.stage import StageSpec
 from nereus.emu.unit import Unit
 from nereus.tasks.device import device
-from nereus.tasks.peer_places import model_of
 from nereus.tasks.stages import GENERATION
 
 if TYPE_CHECKING:
     from nereus.tasks.job import Job
+
+
+GRADIENTS = (Kind("grad", "fp32"),)
 
 
 def held_bytes(stages: Mapping[str, StageSpec]) -> dict[Rank, int]:
@@ -27,21 +29,16 @@ def held_bytes(stages: Mapping[str, StageSpec]) -> dict[Rank, int]:
     for spec in stages.values():
         if spec.shares is not None:
             continue
-        units = [*spec.elastic_units(spec.kinds, model=model_of(spec.name)), *spec.optimizer_units]
-        add_units(out, units, spec)
+        add_units(out, [*spec.elastic_units(spec.kinds), *spec.optimizer_units], spec)
         if spec.role == "training":
-            for unit in spec.elastic_units(spec.kinds, model=model_of(spec.name)):
-                for rank, size in zip(
-                    unit.layout.ranks, sizes_of({unit.model: spec.tensors})(unit), strict=True
-                ):
-                    out[rank] += size // unit.bytes_per_element * DTYPE_BYTES["fp32"]
+            add_units(out, spec.optimizer_units_on(spec.units, spec.name, kinds=GRADIENTS), spec)
     return dict(out)
 
 
-def add_units(held: Counter[Rank], units: list[Unit], spec: StageSpec) -> None:
+def add_units(held: Counter[Rank], units: Sequence[Unit], spec: StageSpec) -> None:
     """Add the shards of units of a model-stage."""
     for unit in units:
-        for rank, size in zip(unit.layout.ranks, sizes_of({unit.model: spec.tensors})(unit), strict=True):
+        for rank, size in zip(unit.layout.ranks, sizes_of(spec.models)(unit), strict=True):
             held[rank] += size
 
 

@@ -17,9 +17,8 @@ from prefect.cache_policies import NO_CACHE
 from nereus.emu.ballot import Vote
 from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
-from nereus.emu.kinds import optimizer_kinds
 from nereus.emu.layout import Rank
-from nereus.emu.optimizer_slices import optimizer_stage, optimizer_units
+from nereus.emu.optimizer_slices import optimizer_stage
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import FromMemory, StageSpec
 from nereus.emu.transaction import Order
@@ -30,7 +29,7 @@ from nereus.tasks.counters import adam_steps
 from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages, state_of
 from nereus.tasks.length_history import LengthHistory
-from nereus.tasks.peer_places import Copies, Place, copy_name, copy_units, model_of
+from nereus.tasks.peer_places import Copies, Place, copy_name, copy_units
 from nereus.tasks.resume import MODEL_OF_STAGE, newest_checkpoint
 from nereus.tasks.stages import GENERATION, TRAINING
 
@@ -73,23 +72,19 @@ def copy_to_peers(job: Job) -> None:
 
 
 def moves_away(spec: StageSpec, copies: Sequence[Unit]) -> list[Move]:
-    """From the units to the copies: one state, or weights and optimizer where the units share that."""
-    model = model_of(spec.name)
-    plan = plan_reshard(
-        spec.tensors, spec.elastic_units(spec.kinds, model=model), copies, placement="as_given"
-    )
+    """From the units to the copies: one state, or weights and optimizer where that is apart."""
+    plan = plan_reshard(spec.tensors, spec.elastic_units(spec.kinds), copies, placement="as_given")
     moves = [Move(source=spec.name, target=copy_name(spec.name), plan=plan)]
-    if spec.zero1:
+    if spec.apart:
         omega = _omega_copies(spec, copies)
-        plan = plan_reshard(spec.tensors, spec.optimizer_units, omega, placement="as_given")
+        plan = plan_reshard(spec.trained, spec.optimizer_units, omega, placement="as_given")
         name = optimizer_stage(copy_name(spec.name))
         moves.append(Move(source=optimizer_stage(spec.name), target=name, plan=plan))
     return moves
 
 
 def _omega_copies(spec: StageSpec, copies: Sequence[Unit]) -> tuple[Unit, ...]:
-    layouts, kinds = [unit.layout for unit in copies], optimizer_kinds(spec.model.dtype)
-    return optimizer_units(copy_name(spec.name), model_of(spec.name), layouts, kinds, shared=False)
+    return spec.optimizer_units_on([unit.layout for unit in copies], copy_name(spec.name))
 
 
 def go_back_to_copies(job: Job, then: Mapping[str, StageSpec]) -> bool:
@@ -131,13 +126,13 @@ def _way_back(job: Job, then: Mapping[str, StageSpec], copies: Copies) -> list[M
 
 def moves_back(spec: StageSpec, copies: Sequence[Unit], dead: frozenset[Rank]) -> list[Move]:
     """From the copies that live to the units of `spec`. Raises NoSource when no whole one is left."""
-    new = spec.elastic_units(spec.kinds, model=model_of(spec.name))
+    new = spec.elastic_units(spec.kinds)
     plan = plan_reshard(spec.tensors, copies, new, lost=dead)
     moves = [Move(source=copy_name(spec.name), target=spec.name, plan=plan)]
-    if spec.zero1:
+    if spec.apart:
         omega = replace(spec, units=tuple(unit.layout for unit in plan.new)).optimizer_units
         old = _omega_copies(spec, copies)
-        plan = plan_reshard(spec.tensors, old, omega, lost=dead, placement="as_given")
+        plan = plan_reshard(spec.trained, old, omega, lost=dead, placement="as_given")
         name = optimizer_stage(copy_name(spec.name))
         moves.append(Move(source=name, target=optimizer_stage(spec.name), plan=plan))
     return moves

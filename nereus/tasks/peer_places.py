@@ -43,11 +43,6 @@ def copy_name(model_stage: str) -> str:
     return f"{model_stage}.copy"
 
 
-def model_of(model_stage: str) -> str:
-    """The model's name."""
-    return model_stage.partition(".")[0]
-
-
 def copy_units(spec: StageSpec, places: Sequence[Place]) -> tuple[Unit, ...]:
     """Two copies of a trained model-stage, as units; none where all places are on the nodes of its first
     unit.
@@ -65,9 +60,7 @@ def copy_units(spec: StageSpec, places: Sequence[Place]) -> tuple[Unit, ...]:
     if not elsewhere:
         return ()
     return tuple(
-        Unit(
-            id=UnitId(copy_name(spec.name), index), model=model_of(spec.name), layout=layout, kinds=spec.kinds
-        )
+        Unit(id=UnitId(copy_name(spec.name), index), model=spec.model_name, layout=layout, kinds=spec.kinds)
         for index, layout in enumerate((home, _layout_on(spec, elsewhere)))
     )
 

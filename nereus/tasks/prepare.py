@@ -67,6 +67,8 @@ class Prepared:
             rows.append(("too long", left_out))
         for stage in self.stages_at(0).values():
             size = f"{stage.model.num_parameters:,} parameters, {stage.model.dtype}"
+            if stage.model.lora is not None:
+                size += f", {stage.trained.num_elements:,} of them trained"
             plan = "as the planner chooses" if config.adaptation else stage.text
             rows.append((stage.name, f"{plan} ({size})"))
         for change in self.config.changes:

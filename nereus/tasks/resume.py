@@ -9,7 +9,7 @@ from nereus.config import CampaignConfig
 from nereus.emu.checkpoint.commit import abandon
 from nereus.emu.checkpoint.folder import latest
 from nereus.emu.checkpoint.source import Checkpoint, open_checkpoint
-from nereus.emu.stage import FromCheckpoint, StageSpec
+from nereus.emu.stage import FromCheckpoint, FromFolder, StageSpec
 from nereus.errors import CheckpointError, explain
 from nereus.tasks.prepare import Prepared
 from nereus.tasks.stages import CRITIC, TRAINING
@@ -65,7 +65,7 @@ def checkpoint_in_folder(config: CampaignConfig, *, resume: bool) -> Checkpoint 
 def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
     """The checkpoint to continue from, None for a fresh run; what crashed writers left is deleted.
 
-    Raises CheckpointError as `checkpoint_in_folder` does, and when the checkpoint is of another campaign.
+    Raises CheckpointError as `checkpoint_in_folder` does, and when it is of another campaign or model.
     """
     checkpoint = checkpoint_in_folder(prepared.config, resume=resume)
     if checkpoint is None:
@@ -81,6 +81,9 @@ def find_checkpoint(prepared: Prepared, *, resume: bool) -> Checkpoint | None:
                 remedy="restore these settings, or start a new run from its final model",
             )
         )
+    for spec in prepared.stages_at(checkpoint.control.step).values():
+        if (model := MODEL_OF_STAGE.get(spec.name)) in checkpoint.models:
+            checkpoint.source(str(model)).check(spec.trained)
     return checkpoint
 
 
@@ -90,4 +93,5 @@ def with_origin(spec: StageSpec, checkpoint: Checkpoint | None) -> StageSpec:
     if checkpoint is None or model is None or model not in checkpoint.models:
         return spec
     steps = checkpoint.control.optimizers[model].adam_steps
-    return replace(spec, origin=FromCheckpoint(folder=checkpoint.path / model, step_count=steps))
+    base = spec.origin if isinstance(spec.origin, FromFolder) else None
+    return replace(spec, origin=FromCheckpoint(folder=checkpoint.path / model, step_count=steps, base=base))

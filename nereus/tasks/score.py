@@ -96,9 +96,12 @@ def _model_rewards(job: Job, batch: TokenBatch) -> Rewards:
 def score_reference(job: Job, batch: TokenBatch) -> Tensor:
     """The reference policy's log-probabilities of the responses; [b, t]."""
     with job.stage("score reference"):
-        logprobs_bt = score_stage(job, "score reference", REFERENCE, batch).logprobs_bt
-    assert logprobs_bt is not None, "a policy returns log-probabilities"
-    return logprobs_bt
+        if job.config.scores_reference_frozen:
+            scores = score_stage(job, "score frozen", TRAINING, batch, frozen=True)
+        else:
+            scores = score_stage(job, "score reference", REFERENCE, batch)
+    assert scores.logprobs_bt is not None, "a policy returns log-probabilities"
+    return scores.logprobs_bt
 
 
 @task(name="score policy", cache_policy=NO_CACHE)
@@ -119,15 +122,19 @@ def score_values(job: Job, batch: TokenBatch) -> Tensor:
     return values_bt
 
 
-def score_stage(job: Job, what: str, stage: str, batch: TokenBatch) -> Scores:
-    """Forward passes of one model-stage over all rows, in the batch's order."""
+def score_stage(job: Job, what: str, stage: str, batch: TokenBatch, *, frozen: bool = False) -> Scores:
+    """Forward passes of one model-stage, if `frozen` without its adapters, over all rows, in the batch's
+    order.
+    """
     limit = micro_batch_limit(job.config, job.stages[stage], job.stages[stage].score_rows)
     temperature = job.config.sampling.temperature
     parts, order = run_dealt(
         job,
         stage,
         by_length(batch),
-        lambda rows: Call("score", (stage, batch.select(rows), limit.rows, temperature, limit.tokens)),
+        lambda rows: Call(
+            "score", (stage, batch.select(rows), limit.rows, temperature, limit.tokens, frozen)
+        ),
         what=what,
     )
     scores: Scores = join_rows(parts, order)

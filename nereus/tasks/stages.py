@@ -4,7 +4,8 @@ folders.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nereus.config import CampaignConfig, PlanConfig
@@ -13,6 +14,8 @@ from nereus.emu.engine_limits import EngineName, check_layout
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout
+from nereus.emu.lora import Lora
+from nereus.emu.peft_folder import PeftSource, sorted_targets
 from nereus.emu.serving import DEFAULT_SERVING, Serving
 from nereus.emu.stage import FromFolder, FromStage, Role, StageSpec
 from nereus.errors import ConfigError, InvalidLayout, explain
@@ -26,11 +29,12 @@ REFERENCE, REWARD = "reference.inference", "reward.inference"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel:
-    """The model of a model-stage, its role, and the folder of its first weights."""
+    """The model of a model-stage, its role, and the folders of its first weights and of its first adapter."""
 
     role: Role
     model: DecoderConfig
     folder: Path
+    adapter: Path | None = None
 
 
 def read_models(config: CampaignConfig) -> dict[str, StageModel]:
@@ -40,9 +44,17 @@ def read_models(config: CampaignConfig) -> dict[str, StageModel]:
     """
     models = config.models
     actor = _read(models.actor, "training", config)
+    # Generation gets weights with the adapters added.
     out = {TRAINING: actor, GENERATION: StageModel(role="generation", model=actor.model, folder=actor.folder)}
     if CRITIC in config.model_stages:
         out[CRITIC] = _read(models.critic or models.actor, "training", config, "value", config.seed)
+    if (settings := models.lora) is not None:
+        lora = Lora(rank=settings.rank, alpha=settings.alpha, targets=sorted_targets(settings.targets))
+        for name in (TRAINING, CRITIC):
+            if name in out:
+                out[name] = replace(out[name], model=out[name].model.with_lora(lora))
+        if settings.adapter is not None:
+            out[TRAINING] = _with_adapter(out[TRAINING], Path(settings.adapter), lora)
     if REFERENCE in config.model_stages:
         out[REFERENCE] = _read(models.reference or models.actor, "inference", config)
     if config.reward.kind == "model":
@@ -58,6 +70,11 @@ def read_models(config: CampaignConfig) -> dict[str, StageModel]:
                 )
             )
     return out
+
+
+def _with_adapter(actor: StageModel, folder: Path, lora: Lora) -> StageModel:
+    PeftSource(folder, decoder_spec(actor.model), lora)  # checks names and shapes
+    return replace(actor, adapter=folder)
 
 
 def _read(
@@ -87,8 +104,7 @@ def stages_under(
         name: _units(config, plan, name, stage.model, engine_of(config, stage.role))
         for name, stage in models.items()
     }
-    shared = _shares_weights(config) and units[GENERATION] == units[TRAINING]
-    return {
+    specs = {
         name: StageSpec(
             name=name,
             role=stage.role,
@@ -96,18 +112,18 @@ def stages_under(
             units=units[name],
             origin=FromStage(stage=TRAINING)
             if name == GENERATION
-            else FromFolder(folder=stage.folder, seed=config.seed),
+            else FromFolder(folder=stage.folder, seed=config.seed, adapter=stage.adapter),
             engine=engine_of(config, stage.role),
             optimizer=adam if stage.role == "training" else None,
             recompute=config.models.recompute,
             zero1=optimizer.zero1 and stage.role == "training",
-            shares=TRAINING if name == GENERATION and shared else None,
             serving=serving_of(config, stage.model)
             if engine_of(config, stage.role) == "vllm"
             else DEFAULT_SERVING,
         )
         for name, stage in models.items()
     }
+    return with_sharing(specs)
 
 
 def serving_of(config: CampaignConfig, model: DecoderConfig) -> Serving:
@@ -132,9 +148,15 @@ def engine_of(config: CampaignConfig, role: Role) -> EngineName:
     return config.engines.generation if role == "generation" else config.engines.training
 
 
-def _shares_weights(config: CampaignConfig) -> bool:
-    """Whether generation can read the arenas that training writes: both store the weights alike."""
-    return Engines(training=config.engines.training, generation=config.engines.generation).share_weights
+def with_sharing(stages: Mapping[str, StageSpec]) -> dict[str, StageSpec]:
+    """The model-stages with generation on the arenas that training writes, where it can read them: the units
+    are the same, both engines store weights alike, and no adapters are to be added to them.
+    """
+    training, generation = stages[TRAINING], stages[GENERATION]
+    engines = Engines(training=training.engine, generation=generation.engine)
+    alike = engines.share_weights and training.model.lora is None
+    shares = TRAINING if alike and generation.units == training.units else None
+    return {**stages, GENERATION: replace(generation, shares=shares)}
 
 
 def _units(

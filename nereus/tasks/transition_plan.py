@@ -35,7 +35,6 @@ from nereus.emu.transaction import Order
 from nereus.emu.transition_text import node_text
 from nereus.emu.unit import ClusterState, Unit
 from nereus.tasks.memory_room import held_bytes
-from nereus.tasks.peer_places import model_of
 from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.whole_move import whole_chain, whole_plan
 
@@ -196,7 +195,7 @@ def _plan(
     trained = [name for name, spec in targets.items() if spec.role == "training"]
     targets |= {name: _seated(sources[name], targets[name], ground) for name in trained}
     whole = {name for name, spec in sources.items() if name in bounded or ground.is_broken(spec)}
-    models = {model_of(name): spec.tensors for name, spec in targets.items()}
+    models = {name: model for spec in targets.values() for name, model in spec.models.items()}
     before = cluster_state((spec for name, spec in sources.items() if name not in whole), ranks)
     asked = cluster_state((spec for name, spec in targets.items() if name not in whole), ranks)
     after = place_target(before, asked, models, ground.topology)
@@ -215,7 +214,7 @@ def _plan(
     for name in trained:
         spec = replace(targets[name], units=units[name])
         held = sources[name]
-        if spec.zero1 and (held.optimizer_units != spec.optimizer_units or ground.is_broken(held)):
+        if spec.apart and (held.optimizer_units != spec.optimizer_units or ground.is_broken(held)):
             joined.append(_optimizer(held, spec, ground))
     for plan in joined:
         chain = whole_chain(plan)
@@ -248,9 +247,9 @@ def _whole(now: StageSpec, then: StageSpec, ground: _Ground, *, placement: Place
 
 
 def _optimizer(now: StageSpec, then: StageSpec, ground: _Ground) -> ReshardPlan:
-    """The plan of the optimizer state that the units of a model-stage share."""
+    """The plan of the optimizer state of a model-stage, where that is apart."""
     return whole_plan(
-        then.tensors,
+        then.trained,
         now.optimizer_units,
         then.optimizer_units,
         topology=ground.topology,
@@ -263,13 +262,13 @@ def _optimizer(now: StageSpec, then: StageSpec, ground: _Ground) -> ReshardPlan:
 
 def _changes(draft: Transition, now: Stages, ground: _Ground) -> dict[str, Change]:
     """What changes, by model-stage. One that had no units before can only move in shadow mode, and so can one
-    whose units share an optimizer, of which a slice has no second holder.
+    whose optimizer's state is apart: where units share it, a slice has no second holder.
     """
     out: dict[str, Change] = {}
     for name in dict.fromkeys(operation.model_stage for operation in draft.operations):
         own = tuple(plan for chain, plan in draft.plans.items() if chain.partition(":")[0] == name)
         spec = now.get(name)
-        can = spec is not None and spec.shares is None and not spec.zero1 and name in draft.in_memory
+        can = spec is not None and spec.shares is None and not spec.apart and name in draft.in_memory
         whole = None
         if can and own and spec is not None:
             whole = _whole(spec, draft.stages[name], ground, placement="as_given")
@@ -300,17 +299,12 @@ def cluster_state(stages: Iterable[StageSpec], ranks: Iterable[Rank]) -> Cluster
 
     Not checked against I1: a user may put two trained models on the same GPUs, which then take turns.
     """
-    units = [
-        unit
-        for spec in stages
-        if spec.shares is None
-        for unit in spec.elastic_units(spec.kinds, model=model_of(spec.name))
-    ]
+    units = [unit for spec in stages if spec.shares is None for unit in spec.elastic_units(spec.kinds)]
     return ClusterState(units=tuple(sorted(units, key=lambda unit: unit.id)), ranks=frozenset(ranks))
 
 
 def _units(spec: StageSpec) -> tuple[Unit, ...]:
-    return spec.elastic_units(spec.kinds, model=model_of(spec.name))
+    return spec.elastic_units(spec.kinds)
 
 
 def _seated(now: StageSpec, then: StageSpec, ground: _Ground) -> StageSpec:
@@ -318,7 +312,15 @@ def _seated(now: StageSpec, then: StageSpec, ground: _Ground) -> StageSpec:
     if not then.zero1 or now.units == then.units:
         return then
     gone = ground.lost | ground.stale_in(now.name)
-    units = seat(now.tensors, _units(now), now.optimizer_units, _units(then), ground.topology, lost=gone)
+    units = seat(
+        now.tensors,
+        _units(now),
+        now.optimizer_units,
+        _units(then),
+        ground.topology,
+        lost=gone,
+        trained=now.trained,
+    )
     return replace(then, units=tuple(unit.layout for unit in units))
 
 

@@ -1,5 +1,5 @@
 """The weight sync as a reshard plan: theta only, from the actor's training units to its generation units.
-Pure.
+Pure. Where adapters are trained, each rank sends its frozen weights with them added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def plan_weight_sync(
         generation.elastic_units(served, model="actor"),
         (KindMove(kinds[0], served[0]),),
         topology,
-        source=training.tensors,
+        source=training.served,
         placement="as_given",
         limits=limits,
     )

@@ -2,120 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.batch import TrainBatch
-from nereus.emu.checkpoint.commit import begin, commit
-from nereus.emu.checkpoint.control import Control, OptimizerRecord
-from nereus.emu.checkpoint.source import CheckpointSource
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.engines.torch.optimizer import AdamW
-from nereus.emu.hf_folder import HFSource, write_hf_folder
+from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.layout import Layout
 from nereus.emu.reshard import Limits
-from nereus.emu.stage import FromCheckpoint, FromFolder, FromStage, Origin, StageSpec
-from nereus.emu.store import Store, StoreAddress
-from nereus.emu.tensor import whole
+from nereus.emu.stage import FromCheckpoint, FromFolder, FromStage, StageSpec
 from nereus.emu.topology import Topology
-from nereus.emu.worker import Worker
 from nereus.emu.worker_process import own_device
 from nereus.tasks.weight_sync import plan_weight_sync
-from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, TokenLoss, make_batch, split
-from tests.emu.processes import Workers
-
-ADAM = AdamW(eps=1e-5)
-NAME = "actor.training"
-_worker: Worker | None = None
-
-
-def do(rank: int, method: str, *arguments: object) -> Any:
-    """Call a method of this process's worker."""
-    global _worker
-    if _worker is None:
-        _worker = Worker(rank, "cpu", 1)
-    return getattr(_worker, method)(*arguments)
-
-
-class Driver:
-    """Calls the workers as the cluster does, and trains on the same rows under any layout."""
-
-    def __init__(self, workers: Workers, address: StoreAddress) -> None:
-        self.workers, self._address = workers, address
-        workers.run(do, "connect", address, 60.0)
-        self._generation = 0
-
-    def build(self, spec: StageSpec) -> None:
-        """A new generation over the stage's ranks, and its shards."""
-        ranks = sorted(spec.ranks)
-        self.join(ranks)
-        self.workers.run(do, "build", spec, workers=ranks)
-
-    def join(self, ranks: list[int]) -> None:
-        """A new generation."""
-        self._generation += 1
-        self.workers.run(do, "join", self._address, self._generation, ranks, 60.0, workers=ranks)
-
-    def train(self, spec: StageSpec, batches: list[TrainBatch]) -> None:
-        """One step a batch; its rows are dealt to the units, two micro-batches each."""
-        for batch in batches:
-            counts = GlobalCounts.from_mask(batch.mask_bt)
-            size = batch.batch.num_rows // len(spec.units)
-            for unit, rows in zip(spec.units, split(batch, [size] * len(spec.units)), strict=True):
-                micro = split(rows, [size // 2, size - size // 2])
-                for rank in unit.ranks:
-                    self.workers.call(rank, do, "train_step", NAME, micro, TokenLoss(), counts, 1e-2)
-            for rank in spec.ranks:
-                self.workers.result(rank)
-
-    def save(self, spec: StageSpec, root: Path, step: int) -> Path:
-        """A committed checkpoint of the stage; returns the model's folder in it."""
-        folder = begin(root, step)
-        written = self.workers.run(do, "write_checkpoint", NAME, "actor", folder, workers=spec.writers)
-        parts = [part for part, _ in written.values()]
-        adam_steps = written[spec.writers[0]][1]
-        control = Control(
-            step=step,
-            policy_version=step,
-            epoch=0,
-            position=0,
-            seed=0,
-            config_digest="",
-            optimizers={"actor": OptimizerRecord(adam_steps=adam_steps, learning_rate=1e-2)},
-        )
-        return commit(folder, {"actor": decoder_spec(spec.model)}, parts, control) / "actor"
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    store, workers = Store(), Workers(range(4))
-    yield Driver(workers, store.address)
-    workers.close()
-    store.close()
-
-
-def stage(config: DecoderConfig, origin: Origin, *, tp: int, pp: int, dp: int) -> StageSpec:
-    spec, size = decoder_spec(config), tp * pp
-    units = tuple(
-        Layout.make(spec, tp=tp, pp=pp, ranks=tuple(range(u * size, (u + 1) * size))) for u in range(dp)
-    )
-    return StageSpec(name=NAME, role="training", model=config, units=units, origin=origin, optimizer=ADAM)
-
-
-def tensors(folder: Path, config: DecoderConfig) -> dict[tuple[str, str], Tensor]:
-    """Every logical tensor of a checkpointed model, by kind and name."""
-    source = CheckpointSource(folder)
-    return {
-        (kind, t.name): source.read(kind, t.name, whole(t.shape))
-        for kind in source.kinds()
-        for t in decoder_spec(config).tensors
-    }
+from tests.emu.driver import NAME, Driver, do, holds, stage, tensors
+from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, make_batch
 
 
 @pytest.mark.parametrize("config", [SMALL, QWEN2], ids=["llama", "tied-with-bias"])
@@ -148,16 +49,6 @@ def test_six_steps_equal_three_saved_and_three_under_another_layout(
         else:
             # Other layouts sum in another order; Adam at eps 1e-5 turns that into at most this.
             torch.testing.assert_close(changed[key], tensor, atol=2e-5, rtol=2e-4)
-
-
-def holds(rank: int, name: str, folder: Path) -> bool:
-    """Whether this process's shard of a model-stage holds the weights of a folder, bit for bit."""
-    assert _worker is not None
-    theta, source = _worker.participant.live[name]["theta"], HFSource(folder)
-    return all(
-        torch.equal(theta.piece(piece), source.read("theta", piece.logical, piece.box))
-        for piece in theta.shard.pieces
-    )
 
 
 def test_a_sync_brings_trainings_weights_to_generation_on_other_workers(

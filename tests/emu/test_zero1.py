@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,27 +14,17 @@ from nereus.emu.decision import Decision, Outcome
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, FromStage, StageSpec
-from nereus.emu.store import Store
 from nereus.emu.transaction import Order
 from nereus.errors import NoSource
 from nereus.tasks import peer_copy, peer_places
 from nereus.tasks.stages import GENERATION
 from nereus.tasks.transition_plan import Transition, plan_transition
+from tests.emu.driver import NAME, Driver, do, stage, tensors
 from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, make_batch
-from tests.emu.processes import Workers
-from tests.emu.test_worker import NAME, Driver, do, stage, tensors
 
 BF16 = replace(SMALL, dtype="bf16")
 BATCHES = [make_batch(8, seed=seed) for seed in range(6)]
 _epochs = iter(range(1000, 10_000))
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    store, workers = Store(), Workers(range(4))
-    yield Driver(workers, store.address)
-    workers.close()
-    store.close()
 
 
 def shared(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nereus.emu.lora import Lora
 from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.candidates import distinct
 from nereus.planner.cost import publish_times, stage_time, stage_times, step_time
@@ -67,6 +68,25 @@ def test_twice_the_units_take_less_time(stage: ModelStage) -> None:
     assert latency(stage, 1, 1, 16) < latency(stage, 1, 1, 8)
     # No more than twice as fast, but for whole micro-batches.
     assert latency(stage, 1, 1, 16) > 0.49 * latency(stage, 1, 1, 8)
+
+
+def test_frozen_weights_cost_no_gradient_and_the_reference_in_place_a_forward_pass() -> None:
+    shape = model_shape("llama-3.1-8b").with_lora(Lora(rank=16, alpha=32))
+    adapted = replace(WORKLOAD, models=ModelShapes.same(shape, Algorithm.PPO), recompute=Recompute.NONE)
+
+    def terms(workload: Workload) -> dict[str, float]:
+        train = ModelStage.ACTOR_TRAINING
+        cost = stage_time(train, 2, 1, 8, workload=workload, cluster=CLUSTER, gpu_kind="H100")
+        return dict(cost.terms)
+
+    whole, thin = terms(replace(WORKLOAD, recompute=Recompute.NONE)), terms(adapted)
+    assert thin["gemm"] == pytest.approx(whole["gemm"] * 2 / 3)
+    assert thin["attention"] == whole["attention"]
+    assert thin["optimizer"] < whole["optimizer"] / 50
+    assert thin["data_parallel"] <= whole["data_parallel"]
+    placed = terms(replace(adapted, frozen_reference=True))
+    assert placed.pop("frozen_reference") == pytest.approx(thin["old_logprobs"])
+    assert placed == thin
 
 
 def test_pipeline_bubble_shrinks_with_more_micro_batches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.layout import Layout, shard
+from nereus.emu.lora import TARGETS, Lora, trained_part
+from nereus.planner.candidate_set import candidate_sets
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.memory import (
     StageMemory,
@@ -23,7 +26,8 @@ from nereus.planner.memory import (
 )
 from nereus.planner.models import builtin_models, builtin_parameters, model_shape
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.shard_size import rank_parameters, total_parameters
+from nereus.planner.request import PlanRequest
+from nereus.planner.shard_size import rank_parameters, total_parameters, trained_parameters
 from nereus.planner.stage_bytes import resident_tokens
 from nereus.planner.workload import (
     Algorithm,
@@ -51,6 +55,48 @@ def memory(
     stage: ModelStage, tp: int, pp: int, dp: int, workload: Workload = WORKLOAD, gpu_kind: str = "H100"
 ) -> StageMemory:
     return stage_memory(stage, tp, pp, dp, workload=workload, cluster=CLUSTER, gpu_kind=gpu_kind)
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 3]),
+    rank=st.integers(1, 64),
+    targets=st.sets(st.sampled_from(TARGETS), min_size=1),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_is_trained_of_a_model_with_adapters_is_what_its_shards_hold(
+    tp: int, pp: int, rank: int, targets: set[str]
+) -> None:
+    lora = Lora(rank=rank, alpha=rank, targets=tuple(sorted(targets)))
+    shape = replace(SHAPE, num_layers=6, vocab_size=128, num_kv_heads=4, lora=lora)
+    model = trained_part(decoder_spec(shape))
+    layout = Layout.make(model, tp=tp, pp=pp, ranks=tuple(range(tp * pp)))
+    held = [sum(prod(tensor.shape) for tensor in shard(model, layout, at).tensors) for at in layout.ranks]
+    one = np.full(1, float(tp))
+    assert max(held) == trained_parameters(shape, one, layout.layers[0], True, pp == 1)[0]
+
+
+def test_adapters_leave_the_frozen_weights_two_bytes_a_parameter_and_are_trained_in_sixteen() -> None:
+    shape = SHAPE.with_lora(Lora(rank=16, alpha=32))
+    adapted = replace(WORKLOAD, models=ModelShapes.same(shape, Algorithm.PPO))
+    whole, thin = (memory(TRAIN, 1, 1, 8, workload) for workload in (WORKLOAD, adapted))
+    adapters = trained_part(decoder_spec(shape)).num_elements
+    assert adapters == 41_943_040  # 32 layers x 16 x (8 h + 2 d_kv + 3 f), of an 8-billion model
+    assert thin.terms["weights"] == whole.terms["weights"] + 2 * adapters
+    assert (thin.terms["gradients"], thin.terms["master"]) == (4 * adapters, 4 * adapters)
+    assert thin.terms["moments"] == 8 * adapters
+    assert whole.persistent_bytes / thin.persistent_bytes > 8
+
+
+def test_generation_holds_weights_of_its_own_where_adapters_are_trained() -> None:
+    shapes = [SHAPE, SHAPE.with_lora(Lora(rank=16, alpha=32))]
+    cluster = ClusterProfile.parse("1x8xH200")
+    for shape in shapes:
+        workload = replace(WORKLOAD, algorithm=Algorithm.GRPO, models=ModelShapes(actor=shape))
+        request = PlanRequest(workload=workload, cluster=cluster)
+        sets = {item.model_stage: item.seat.layout for item in candidate_sets(request)}
+        common = set(sets[ModelStage.ACTOR_GENERATION].tolist()) & set(sets[TRAIN].tolist())
+        assert bool(common) == (shape.lora is None)
 
 
 @pytest.mark.parametrize("name", builtin_models())

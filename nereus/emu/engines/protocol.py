@@ -8,7 +8,7 @@ implement this and run one conformance suite; the torch engine is the oracle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -69,6 +69,23 @@ class TrainEngine(ScoreEngine, Protocol):
 
         Collective over all units of the model-stage. Each unit brings the same number of micro-batches.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """A `TrainEngine` that trains adapters, and can do without them."""
+
+    def score_frozen(
+        self,
+        batch: TokenBatch,
+        *,
+        micro_batch_rows: int,
+        micro_batch_tokens: int | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Scores:
+        """As `score`, by the frozen weights alone. Collective over the unit."""
         ...
 
 

@@ -25,6 +25,7 @@ from nereus.emu.engines.torch.score import Pipe
 from nereus.emu.groups import Generation
 from nereus.emu.hf_folder import HFSource
 from nereus.emu.layout import Layout
+from nereus.emu.lora import trained_part
 from nereus.emu.source import LogicalSource, fill
 from nereus.emu.store import StoreAddress
 from nereus.emu.tensor import Box
@@ -289,9 +290,15 @@ class Pool:
         return [results[worker] for worker in range(case.world_size)]
 
 
-def assemble(config: DecoderConfig, parts: Sequence[Sequence[tuple[str, Box, Any]]]) -> dict[str, Tensor]:
-    """Logical tensors from all workers' boxes; holders of the same element must agree bit for bit."""
-    whole = {spec.name: torch.full(spec.shape, torch.nan) for spec in decoder_spec(config).tensors}
+def assemble(
+    config: DecoderConfig, parts: Sequence[Sequence[tuple[str, Box, Any]]], *, trained: bool = False
+) -> dict[str, Tensor]:
+    """Logical tensors from all workers' boxes, all or the trained ones; holders of the same element must
+    agree bit for bit.
+    """
+    model = decoder_spec(config)
+    specs = (trained_part(model) if trained else model).tensors
+    whole = {spec.name: torch.full(spec.shape, torch.nan) for spec in specs}
     for name, box, array in itertools.chain.from_iterable(parts):
         view = whole[name][tuple(slice(lo, hi) for lo, hi in box)]
         seen = ~view.isnan()

@@ -10,6 +10,7 @@ a transaction or a checkpoint that writes into `state` between calls has changed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from nereus.emu.engines.torch.rope import RopeTable
 from nereus.emu.engines.torch.score import score
 from nereus.emu.engines.torch.scored import last_values
 from nereus.emu.engines.torch.shard_arenas import ShardArenas
-from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
+from nereus.emu.engines.torch.weights import covered, leaves, stage_weights, without_adapters
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.unit_groups import UnitGroups
@@ -37,8 +38,9 @@ class TorchEngine:
     """A ScoreEngine, and with an optimizer a TrainEngine.
 
     Without `state` the arenas are new and zero: `fill` them. With it the engine takes over arenas that a
-    transaction has prepared; they must be of this layout's shard and hold every kind of state. With `zero1`
-    the units share the optimizer's state: the arenas of all kinds but theta hold this unit's slice.
+    transaction has prepared; they must be of this layout's shard and hold every kind of state. The arenas of
+    all kinds but theta are of what is trained: of a model with adapters of these alone, and with `zero1`,
+    where the units share the optimizer's state, of this unit's slice.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class TorchEngine:
         )
         self._state, self._grad, self._step = arenas.state, arenas.grad, arenas.step
         theta = self._state["theta"]
-        views = covered(theta) if self._grad is None else leaves(theta, self._grad)
+        views = covered(theta)
+        if self._grad is not None:
+            views |= leaves(theta.part(self._grad.shard), self._grad)
         self._stage = Stage(
             weights=stage_weights(config, theta.shard, views, groups.tp),
             table=RopeTable(config.rope, config.head_dim, theta.dtype, self._device),
@@ -106,6 +110,20 @@ class TorchEngine:
         """
         limit = (micro_batch_rows, micro_batch_tokens)
         return score(self._stage, self._groups, batch, limit, temperature=temperature, entropy=entropy)
+
+    def score_frozen(
+        self,
+        batch: TokenBatch,
+        *,
+        micro_batch_rows: int,
+        micro_batch_tokens: int | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Scores:
+        """As `score`, by the model without its adapters; see the protocol."""
+        frozen = replace(self._stage, weights=without_adapters(self._stage.weights))
+        limit = (micro_batch_rows, micro_batch_tokens)
+        return score(frozen, self._groups, batch, limit, temperature=temperature, entropy=entropy)
 
     def rewards(
         self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None

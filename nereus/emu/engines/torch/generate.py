@@ -61,6 +61,7 @@ class TorchGenerator:
         dtype = TORCH_DTYPE[config.dtype]
         mine = shard(decoder_spec(config), layout, groups.rank)
         self._state = state or ShardState.empty(mine, {"theta": dtype}, self.device)
+        assert self._state.shard == mine, "generation reads the weights of its own model"
         self._table = RopeTable(config.rope, config.head_dim, self._state["theta"].flat.dtype, self.device)
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._session: _Session | None = None

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nereus.emu.arena import Arena, offsets
 from nereus.emu.layout import Layout, PhysicalTensor, Piece, Position, Shard
-from nereus.emu.tensor import KvHeads, ModelSpec, Replicated
+from nereus.emu.lora import is_adapter
+from nereus.emu.tensor import KvHeads, ModelSpec, Replicated, TensorSpec
 from nereus.emu.unit_groups import UnitGroups
 
 SharedBy = Literal["kv", "tp", "tie"]
@@ -43,13 +44,18 @@ def partial_gradients(model: ModelSpec, layout: Layout, shard: Shard) -> tuple[P
         group: SharedBy | None = None
         if isinstance(spec.cut, KvHeads) and spec.cut.split_group == 1 and layout.tp > model.num_kv_heads:
             group = "kv"
-        elif layout.tp > 1 and spec.name.endswith(PER_HEAD):
+        elif layout.tp > 1 and (spec.name.endswith(PER_HEAD) or _is_shared_factor(spec)):
             group = "tp"
         elif spec.also == "last" and layout.pp > 1 and shard.position.pp in (0, layout.pp - 1):
             group = "tie"
         if group is not None:
             found.append(PartialGradient(physical=piece.physical, rows=piece.stored[0], group=group))
     return tuple(found)
+
+
+def _is_shared_factor(spec: TensorSpec) -> bool:
+    """Whether each rank sees its own part of the other factor of an adapter: `lora` tells why."""
+    return isinstance(spec.cut, Replicated) and is_adapter(spec.name)
 
 
 def complete(grad: Arena, parts: Sequence[PartialGradient], groups: UnitGroups) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nereus.emu.engines.torch.adapters import adapted
 from nereus.emu.engines.torch.clock import span
 from nereus.emu.engines.torch.collectives import copy_to, reduce_from
 from nereus.emu.engines.torch.product import product
@@ -49,7 +50,8 @@ def embed(tokens_n: Tensor, stage: StageWeights) -> Tensor:
         lo == hi
     ):  # more ranks than rows: this one adds zeros, and still takes part in every backward collective
         x_nh = stage.embed.new_zeros(len(tokens_n), stage.config.hidden_size)
-        return reduce_from(x_nh, stage.tp).requires_grad_(torch.is_grad_enabled())
+        trains = torch.is_grad_enabled() and stage.embed.requires_grad
+        return reduce_from(x_nh, stage.tp).requires_grad_(trains)
     local_n = tokens_n - lo
     outside_n = (local_n < 0) | (local_n >= hi - lo)
     x_nh = F.embedding(local_n.masked_fill(outside_n, 0), stage.embed)
@@ -98,12 +100,13 @@ def decoder_layer(
     heads_n = attend(index, q_nqd, k_nkd, v_nkd)
     if select_m is not None:
         heads_n, x_nh = take_rows(heads_n, select_m), take_rows(x_nh, select_m)
-    attended_nh = reduce_from(product(heads_n, layer.out), tp)
+    attended_nh = reduce_from(adapted(heads_n, layer.out, None, layer.adapters.out), tp)
     if layer.out_bias is not None:
         attended_nh = attended_nh + layer.out_bias
     x_nh = x_nh + attended_nh
     normed_nh = copy_to(rms_norm(x_nh, layer.post_norm, eps), tp)
-    return x_nh + reduce_from(product(swiglu(product(normed_nh, layer.gate_up)), layer.down), tp)
+    gated_ni = swiglu(adapted(normed_nh, layer.gate_up, None, layer.adapters.gate_up))
+    return x_nh + reduce_from(adapted(gated_ni, layer.down, None, layer.adapters.down), tp)
 
 
 def queries_keys_values(
@@ -112,7 +115,7 @@ def queries_keys_values(
     """This rank's rotated queries and keys, and values: [n, q, d], [n, k, d], [n, k, d]."""
     d, eps = stage.config.head_dim, stage.config.norm_eps
     num_query, num_kv = layer.num_query, layer.num_kv
-    qkv = product(x_nh, layer.qkv, layer.qkv_bias).view(-1, num_query + 2 * num_kv, d)
+    qkv = adapted(x_nh, layer.qkv, layer.qkv_bias, layer.adapters.qkv).view(-1, num_query + 2 * num_kv, d)
     if layer.q_norm is None or layer.k_norm is None:
         qk, v_nkd = torch.split(qkv, [num_query + num_kv, num_kv], dim=1)
         q_nqd, k_nkd = torch.split(rotate(qk, *rotation), [num_query, num_kv], dim=1)

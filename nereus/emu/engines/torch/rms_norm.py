@@ -30,15 +30,17 @@ class _RmsNorm(torch.autograd.Function):
         return out_nh
 
     @staticmethod
-    def backward(ctx: Any, grad_nh: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_nh: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_nh, weight_h, scale_n1 = ctx.saved_tensors
         unit_nh = x_nh.float() * scale_n1
         wide_nh = grad_nh.float()
-        grad_weight_h = (wide_nh * unit_nh).flatten(end_dim=-2).sum(dim=0)
+        grad_weight_h: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_h = (wide_nh * unit_nh).flatten(end_dim=-2).sum(dim=0).to(weight_h.dtype)
         wide_nh = wide_nh * weight_h
         mean_n1 = torch.linalg.vecdot(wide_nh, unit_nh).unsqueeze(-1).div_(x_nh.shape[-1])
         grad_x_nh = wide_nh.sub_(unit_nh.mul_(mean_n1)).mul_(scale_n1)
-        return grad_x_nh.to(x_nh.dtype), grad_weight_h.to(weight_h.dtype), None
+        return grad_x_nh.to(x_nh.dtype), grad_weight_h, None
 
 
 def rms_norm(x_nh: Tensor, weight_h: Tensor, eps: float) -> Tensor:

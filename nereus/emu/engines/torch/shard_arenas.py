@@ -14,13 +14,14 @@ from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.slices import Slices
 from nereus.emu.engines.torch.step import ArenaStep
 from nereus.emu.layout import Layout, shard
+from nereus.emu.lora import trained_part
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit_groups import UnitGroups
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardArenas:
-    """`grad` and `step` are None without an optimizer."""
+    """`grad` and `step` are None without an optimizer; of a model with adapters they are of these alone."""
 
     state: ShardState
     grad: Arena | None
@@ -40,19 +41,20 @@ class ShardArenas:
         state: ShardState | None,
     ) -> ShardArenas:
         """New arenas of zeros, or those of `state`, which must be of this rank's shard of `spec` and hold
-        every kind. With `zero1` the arenas of all kinds but theta hold this unit's slice.
+        every kind. All kinds but theta are of what is trained; with `zero1` of this unit's slice of it.
         """
-        mine = shard(spec, layout, groups.rank)
+        model = trained_part(spec)
+        mine, trained = shard(spec, layout, groups.rank), shard(model, layout, groups.rank)
         dtype = TORCH_DTYPE[config.dtype]
         kinds = {"theta": dtype} if optimizer is None else training_kinds(dtype)
-        slices = Slices.of(spec, layout, mine, groups) if zero1 and optimizer is not None else None
-        omega = mine if slices is None else slices.own
+        slices = Slices.of(model, layout, trained, groups) if zero1 and optimizer is not None else None
+        omega = trained if slices is None else slices.own
         held = ShardState.empty(mine, kinds, device, omega) if state is None else state
         assert held.shard == mine, f"the state is not the shard of rank {groups.rank} in {layout}"
         assert kinds.keys() <= held.arenas.keys(), f"the state lacks some of {sorted(kinds)}"
-        assert all(held[kind].shard == omega for kind in kinds if kind != "theta"), "not its slice"
+        assert all(held[kind].shard == omega for kind in kinds if kind != "theta"), "not its part"
         if optimizer is None:
             return cls(state=held, grad=None, step=None)
-        grad = Arena(mine, torch.float32, device)
-        step = ArenaStep.of(held, grad, spec, layout, groups, optimizer, slices)
+        grad = Arena(trained, torch.float32, device)
+        step = ArenaStep.of(held.part(trained), grad, model, layout, groups, optimizer, slices)
         return cls(state=held, grad=grad, step=step)

@@ -108,12 +108,15 @@ def _forward(x_mh: Tensor, weight_vh: Tensor, targets_m: Tensor, head: _Head, en
     return _Joined(logprobs_m, entropy_m, lse_m, kept_mv, lse_m - own_m4[:, 0])
 
 
-def _backward(ctx: Any, grad_m: Tensor, grad_entropy_m: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of this rank's part: of the hidden states, not yet summed over ranks, and of the weight."""
+def _backward(ctx: Any, grad_m: Tensor, grad_entropy_m: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of this rank's part: of the hidden states, not yet summed over ranks, and of the weight,
+    None where that is frozen.
+    """
     x_mh, weight_vh, targets_m, lse_m, entropy_m = ctx.saved_tensors
     head: _Head = ctx.head
     grad_x_mh = torch.empty_like(x_mh)
     grad_weight_vh: Tensor | None = None
+    trains = ctx.needs_input_grad[1]
     for rows in _chunks(len(x_mh), len(weight_vh), keep=ctx.kept_mv is not None):
         z_cv = head.logits(x_mh[rows], weight_vh) if ctx.kept_mv is None else ctx.kept_mv
         narrow_cv = logit_gradient_(
@@ -127,9 +130,11 @@ def _backward(ctx: Any, grad_m: Tensor, grad_entropy_m: Tensor) -> tuple[Tensor,
             temperature=head.temperature,
         ).to(x_mh.dtype)
         grad_x_mh[rows] = product(narrow_cv, weight_vh.t())
+        if not trains:
+            continue
         part_vh = product(narrow_cv.t(), x_mh[rows].t()).float()
         grad_weight_vh = part_vh if grad_weight_vh is None else grad_weight_vh.add_(part_vh)
-    if grad_weight_vh is None:  # no tokens
+    if trains and grad_weight_vh is None:  # no tokens
         grad_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
     return grad_x_mh, grad_weight_vh
 

@@ -7,7 +7,7 @@ gradient; the views are otherwise the arena's storage, and a write into the aren
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,18 @@ from torch.distributed import ProcessGroup
 
 from nereus.emu.arena import Arena
 from nereus.emu.decoder import EMBED, FINAL_NORM, HEAD, VALUE_HEAD, DecoderConfig
+from nereus.emu.engines.torch.adapters import Adapter, adapter_of
 from nereus.emu.layout import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAdapters:
+    """The adapters of one layer's stored weights on this rank; None where none of it is a target."""
+
+    qkv: Adapter | None = None
+    out: Adapter | None = None
+    gate_up: Adapter | None = None
+    down: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,7 @@ class LayerWeights:
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    adapters: LayerAdapters = LayerAdapters()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +87,11 @@ def leaves(theta: Arena, grad: Arena) -> dict[str, Tensor]:
     return out
 
 
+def without_adapters(stage: StageWeights) -> StageWeights:
+    """The frozen weights alone."""
+    return replace(stage, layers=tuple(replace(layer, adapters=LayerAdapters()) for layer in stage.layers))
+
+
 def stage_weights(
     config: DecoderConfig, shard: Shard, views: Mapping[str, Tensor], tp: ProcessGroup | None
 ) -> StageWeights:
@@ -99,10 +116,12 @@ def stage_weights(
 
 def _layer(config: DecoderConfig, views: Mapping[str, Tensor], at: str) -> LayerWeights:
     qkv, out = views[at + "self_attn.qkv_proj.weight"], views[at + "self_attn.o_proj.weight"]
+    gate_up, down = views[at + "mlp.gate_up_proj.weight"], views[at + "mlp.down_proj.weight"]
     num_query = out.shape[1] // config.head_dim
+    num_kv = (qkv.shape[0] // config.head_dim - num_query) // 2
     return LayerWeights(
         num_query=num_query,
-        num_kv=(qkv.shape[0] // config.head_dim - num_query) // 2,
+        num_kv=num_kv,
         input_norm=views[at + "input_layernorm.weight"],
         qkv=qkv,
         qkv_bias=views.get(at + "self_attn.qkv_proj.bias"),
@@ -111,6 +130,28 @@ def _layer(config: DecoderConfig, views: Mapping[str, Tensor], at: str) -> Layer
         out=out,
         out_bias=views.get(at + "self_attn.o_proj.bias"),
         post_norm=views[at + "post_attention_layernorm.weight"],
-        gate_up=views[at + "mlp.gate_up_proj.weight"],
-        down=views[at + "mlp.down_proj.weight"],
+        gate_up=gate_up,
+        down=down,
+        adapters=_adapters(config, views, at, (num_query, num_kv), gate_up.shape[0] // 2),
+    )
+
+
+def _adapters(
+    config: DecoderConfig, views: Mapping[str, Tensor], at: str, heads: tuple[int, int], width: int
+) -> LayerAdapters:
+    """The adapters of a layer with so many query and key-value heads and feed-forward columns here."""
+    if config.lora is None:
+        return LayerAdapters()
+
+    def of(weight: str, **rows: int) -> Adapter | None:
+        parts = [(f"{at}{weight.partition('.')[0]}.{name}.weight", num) for name, num in rows.items()]
+        return adapter_of(views, config.lora, at + weight, parts)
+
+    query, kv = (num * config.head_dim for num in heads)
+    hidden = config.hidden_size
+    return LayerAdapters(
+        qkv=of("self_attn.qkv_proj.weight", q_proj=query, k_proj=kv, v_proj=kv),
+        out=of("self_attn.o_proj.weight", o_proj=hidden),
+        gate_up=of("mlp.gate_up_proj.weight", gate_proj=width, up_proj=width),
+        down=of("mlp.down_proj.weight", down_proj=hidden),
     )
