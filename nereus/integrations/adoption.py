@@ -93,6 +93,15 @@ def place(tree: Tree, dotted: str, value: Any) -> None:
     tree[last] = value
 
 
+def place_adapters(tree: Tree, rank: int, alpha: float, targets: Any) -> None:
+    """Adapters of LoRA, none for rank 0. Peers call all linear layers `all-linear`, which is the default."""
+    if not rank:
+        return
+    place(tree, "models.lora", {"rank": rank, "alpha": float(alpha)})
+    if targets not in (None, "all-linear"):
+        place(tree, "models.lora.targets", [targets] if isinstance(targets, str) else list(targets))
+
+
 def adopt(
     settings: Settings, rules: Mapping[str, Rule], not_needed: Sequence[str]
 ) -> tuple[Tree, list[Entry]]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from nereus.errors import ConfigError, explain
-from nereus.integrations.adoption import Adoption, Rule, Tree, adopt, place
+from nereus.integrations.adoption import Adoption, Rule, Tree, adopt, place, place_adapters
 
 TOGETHER = "read together with others"
 ESTIMATORS = {
@@ -90,7 +90,10 @@ RULES: Mapping[str, Rule] = {
     "freezing_actor_steps": Rule(to="algorithm.critic_warmup_steps", read=lambda n: max(0, n)),
     "async_train": Rule(only=(False, None), otherwise="steps are synchronous"),
     "agent_func_path": Rule(only=(None,), otherwise="a response is one turn"),
-    "lora_rank": Rule(only=(0, None), otherwise="LoRA is not trained yet"),
+    "lora_rank": Rule(note=TOGETHER),
+    "lora_alpha": Rule(note=TOGETHER),
+    "target_modules": Rule(note=TOGETHER),
+    "lora_dropout": Rule(only=(0, 0.0, None), otherwise="adapters have no dropout"),
     "ring_attn_size": Rule(only=(1, None), otherwise="sequences are not cut over GPUs"),
     "packing_samples": Rule(note="prompts and responses are packed always"),
 }
@@ -171,6 +174,8 @@ def adopt_openrlhf(settings: Mapping[str, Any]) -> Adoption:
     _batch(settings, tree)
     _reward(settings, tree, missing)
     _cluster(settings, tree)
+    rank, alpha = settings.get("lora_rank", 0), settings.get("lora_alpha", 16)
+    place_adapters(tree, rank, alpha, settings.get("target_modules"))
     if "save_path" in settings:
         tree["name"] = Path(str(settings["save_path"])).name
     missing.append(

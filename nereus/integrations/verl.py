@@ -13,7 +13,17 @@ from typing import Any
 import yaml
 
 from nereus.errors import ConfigError, explain
-from nereus.integrations.adoption import Adoption, Entry, Fate, Rule, Tree, adopt, flatten, place
+from nereus.integrations.adoption import (
+    Adoption,
+    Entry,
+    Fate,
+    Rule,
+    Tree,
+    adopt,
+    flatten,
+    place,
+    place_adapters,
+)
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 ESTIMATORS = {
@@ -46,7 +56,9 @@ RULES: Mapping[str, Rule] = {
     "data.return_raw_chat": Rule(note="prompts that are messages take the chat template"),
     "actor_rollout_ref.model.path": Rule(to="models.actor"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Rule(to="models.recompute"),
-    "actor_rollout_ref.model.lora_rank": Rule(only=(0, None), otherwise="LoRA is not trained yet"),
+    "actor_rollout_ref.model.lora_rank": Rule(note=TOGETHER),
+    "actor_rollout_ref.model.lora_alpha": Rule(note=TOGETHER),
+    "actor_rollout_ref.model.target_modules": Rule(note=TOGETHER),
     f"{ACTOR}strategy": Rule(
         to="engines.training",
         read=lambda word: "megatron" if word == "megatron" else "torch",
@@ -214,6 +226,11 @@ def adopt_verl(settings: Mapping[str, Any]) -> Adoption:
     _batch(settings, tree, missing)
     _reward(settings, tree, missing)
     _cluster(settings, tree)
+    rank, targets = (
+        settings.get(f"actor_rollout_ref.model.{key}") for key in ("lora_rank", "target_modules")
+    )
+    alpha = settings.get("actor_rollout_ref.model.lora_alpha", 16)
+    place_adapters(tree, rank or 0, alpha, targets)
     tree.setdefault("models", {}).setdefault("precision", "bf16")
     if "steps" not in tree:
         missing.append(

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from nereus.cli.app import build_app
 from nereus.errors import ConfigError
 from nereus.integrations.adoption import Fate
-from nereus.integrations.openrlhf import options, read_openrlhf, words_of
+from nereus.integrations.openrlhf import adopt_openrlhf, options, read_openrlhf, words_of
 
 SCRIPT = r"""
 set -x
@@ -87,6 +87,14 @@ def test_separate_engines_take_gpus_of_their_own() -> None:
     tree = read_openrlhf(words).tree
     assert tree["cluster"]["gpus"] == 8
     assert tree["plan"]["actor_generation"]["gpus"] == [4, 5, 6, 7]
+
+
+def test_adapters_are_read_with_openrlhfs_names() -> None:
+    words = ["--lora_rank", "8", "--lora_alpha", "32", "--target_modules", "q_proj", "v_proj"]
+    found = adopt_openrlhf(options(words))
+    assert found.tree["models"]["lora"] == {"rank": 8, "alpha": 32.0, "targets": ["q_proj", "v_proj"]}
+    one = adopt_openrlhf(options(["--lora_rank", "8", "--target_modules", "all-linear"]))
+    assert one.tree["models"]["lora"] == {"rank": 8, "alpha": 16.0}
 
 
 def test_options_are_read_with_their_values() -> None:

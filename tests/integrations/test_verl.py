@@ -137,16 +137,25 @@ def test_filtering_groups_is_dapo_with_verls_bound() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("targets", "kept"), [("all-linear", {}), (["q_proj", "v_proj"], {"targets": ["q_proj", "v_proj"]})]
+)
+def test_adapters_are_read_with_verls_names(targets: object, kept: dict[str, object]) -> None:
+    model = "actor_rollout_ref.model."
+    found = adopt_verl({f"{model}lora_rank": 32, f"{model}target_modules": targets})
+    assert found.tree["models"]["lora"] == {"rank": 32, "alpha": 16.0} | kept
+    assert not found.of(Fate.UNSUPPORTED)
+    assert "lora" not in adopt_verl({f"{model}lora_rank": 0}).tree["models"]
+
+
 def test_what_cannot_be_honoured_is_said_with_the_reason() -> None:
     found = adopt_verl(
         {
-            "actor_rollout_ref.model.lora_rank": 32,
             "actor_rollout_ref.rollout.multi_turn.enable": True,
             "some.new.key": 1,
         }
     )
     assert {entry.key: bool(entry.note) for entry in found.of(Fate.UNSUPPORTED)} == {
-        "actor_rollout_ref.model.lora_rank": True,
         "actor_rollout_ref.rollout.multi_turn.enable": True,
     }
     assert [entry.key for entry in found.of(Fate.UNKNOWN)] == ["some.new.key"]
