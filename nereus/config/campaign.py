@@ -232,6 +232,11 @@ class CampaignConfig(Frozen):
                 "cluster.max_gpus is given, but without adaptation a job takes no further GPUs; "
                 "add adaptation: {}, or leave max_gpus out"
             )
+        if self.adaptation is None and self.cluster.schedule:
+            raise ValueError(
+                "cluster.schedule is given, but a job without adaptation keeps its GPUs; add adaptation: {}, "
+                "or leave schedule out"
+            )
         return self
 
     @model_validator(mode="after")

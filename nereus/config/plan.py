@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -90,6 +91,15 @@ class PlanChange(Frozen):
     """The plan from then on."""
 
 
+class PoolChange(Frozen):
+    """A change of the GPUs that is known beforehand: some are promised to others, or come back."""
+
+    before_step: int = Field(ge=1)
+    """The step before which it happens."""
+    max_gpus: int = Field(ge=1)
+    """GPUs that the campaign may hold from then on, never more than `cluster.max_gpus`."""
+
+
 class BrokerConfig(Frozen):
     """How a campaign takes part in the sharing of a pool."""
 
@@ -110,6 +120,10 @@ class ClusterConfig(Frozen):
     """Number of GPUs (workers) that the campaign uses."""
     max_gpus: int | None = Field(default=None, ge=1)
     """With `adaptation`, up to how many GPUs the campaign takes when they are free; `gpus` when absent."""
+    schedule: tuple[PoolChange, ...] = ()
+    """With `adaptation`, how many GPUs the campaign may hold from which step on: what it has beyond it gives
+    back, and when more are allowed again it takes those that are free.
+    """
     gpu_kind: str | None = None
     """Kind of the GPUs for the planner, e.g. `H100`; what the device says when absent, `CPU` on a CPU."""
     gpu_memory_gb: float | None = Field(default=None, gt=0)
@@ -143,4 +157,13 @@ class ClusterConfig(Frozen):
                 f"max_gpus = {self.max_gpus} but gpus = {self.gpus}; a campaign starts with `gpus` and takes "
                 "more up to `max_gpus`, so give at least that many, or leave max_gpus out"
             )
+        steps = [change.before_step for change in self.schedule]
+        if any(later <= sooner for sooner, later in pairwise(steps)):
+            raise ValueError(f"schedule changes the GPUs before steps {steps}; give them in rising order")
         return self
+
+    def most_at(self, step: int) -> int:
+        """GPUs that the campaign may hold before a step."""
+        most = self.max_gpus or self.gpus
+        begun = [change.max_gpus for change in self.schedule if change.before_step <= step]
+        return min(most, begun[-1]) if begun else most

@@ -51,7 +51,8 @@ class OptimizerConfig(Frozen):
     zero1: bool = False
     """Let the units (data-parallel replicas) of a trained model share its optimizer state, a slice each, as
     ZeRO stage 1 does: of the 18 bytes a parameter in bf16 12 are divided by their number, of the 16 in fp32
-    8. When a unit dies its slice is gone, and the job goes back to the newest checkpoint or peer copy.
+    8. When a unit dies its slice is gone, and the job goes back to the newest checkpoint or peer copy. This
+    does not change while a job runs.
     """
 
 

@@ -1,19 +1,26 @@
 """Between two steps of a job that adapts: take new GPUs, look at the signals, decide, and move if it pays.
 
 pool, last step ─▶ signals ─▶ review (planner) ─▶ decision, recorded ─▶ transition ─▶ drained workers end
+
+Between two stages of a step it looks at drain deadlines alone: GPUs that go away before the next stage would
+have ended are left while their state can still be copied.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from nereus.flows import events
+from nereus.flows.tracking import Future
 from nereus.flows.transition import move_to
+from nereus.planner.signals import Signals
+from nereus.planner.workload import Stage
 from nereus.record.decisions import append_decision
-from nereus.tasks.adapt import seated_stages, signals_after
+from nereus.tasks.adapt import Adapter, gpus_of, seated_stages, signals_after
 from nereus.tasks.job import Job
 from nereus.tasks.options import follow_options
-from nereus.tasks.pool import end_drained, follow_grant, take_new_gpus
+from nereus.tasks.pool import end_drained, follow_grant, give_back, next_change_s, take_new_gpus
 
 
 def adapt(job: Job) -> None:
@@ -35,7 +42,36 @@ def adapt(job: Job) -> None:
         terms_s=measured.terms_s,
         memory_bytes=measured.memory_bytes,
         pool=job.cluster.pool(),
+        changes_s=next_change_s(job),
     )
+    if not _follow(job, adapter, signals):
+        follow_options(job)
+
+
+def leave_in_time(job: Job, coming: Stage, *, beside: Future[object] | None = None) -> None:
+    """Between two stages of a step: move off GPUs that go away before the stage that comes would have ended.
+
+    What the step has done is kept; what still runs `beside` is waited for. Raises Infeasible when no plan
+    fits those that stay.
+    """
+    adapter = job.adapter
+    if adapter is None:
+        return
+    pool, now_s = job.cluster.pool(), time.time()
+    ends_s = now_s + adapter.expected_s(coming) + adapter.controller.drain_margin_s
+    leaving = {gpu.rank for gpu in pool if gpu.drain_at_s is not None and gpu.drain_at_s <= ends_s}
+    if leaving.isdisjoint(rank for spec in job.stages.values() for rank in spec.ranks):
+        return
+    job.listener.on_message(f"step {job.state.step}: workers {sorted(leaving)} go away before {coming} ends")
+    if beside is not None:
+        beside.result()
+    gpus = tuple(replace(gpu, drain_s=now_s) if gpu.id in leaving else gpu for gpu in gpus_of(pool))
+    signals = replace(adapter.last, step=job.state.step, now_s=now_s, pool=gpus, peak_memory_bytes={})
+    job.again |= _follow(job, adapter, signals)  # the step's seconds are then those of two plans
+
+
+def _follow(job: Job, adapter: Adapter, signals: Signals) -> bool:
+    """Review the signals, record the decision, and move where it says so; whether the job moved."""
     outcome = adapter.observe(signals)
     if outcome.decision is not None:
         append_decision(job.config.run_folder, outcome.decision.to_json())
@@ -44,16 +80,18 @@ def adapt(job: Job) -> None:
         verdict = "moves" if outcome.decision.admit else "stays"
         job.listener.on_message(f"before step {job.state.step}: {verdict}; {outcome.decision.why}")
     if not outcome.moves:
-        follow_options(job)
-        return
+        return False
     started = time.perf_counter()
-    if move_to(job, seated_stages(job.stages, outcome.seated)):
+    has_moved = move_to(job, seated_stages(job.stages, outcome.seated))
+    if has_moved:
         adapter.settle(outcome, time.perf_counter() - started)
         follow_pool(job)
+    return has_moved
 
 
 def follow_pool(job: Job) -> None:
     """Take the GPUs that have come, give back those that go away, and tell of both and of what is held."""
     events.pool_changed(job, "grew", take_new_gpus(job), "workers came up")
     events.pool_changed(job, "shrank", end_drained(job), "given back")
+    give_back(job)
     follow_grant(job)

@@ -3,6 +3,7 @@
     rows ─▶ {rewards | reference | policy | values} ─▶ estimate ─▶ critic, actor learn ─▶ publish
 
 A step changes the logical state at its end only: until then a crash or a stop leaves the state before it.
+Before inference and before training a job that adapts leaves the GPUs that would go away in them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
+from nereus.flows.adapt import leave_in_time
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.row_source import current_source
 from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns, unseen
+from nereus.planner.workload import Stage
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
 from nereus.tasks.groups_kept import Answered
@@ -58,6 +61,7 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     gathered = source.rows(job, once)
     rows = gathered.rollouts.batch
 
+    leave_in_time(job, Stage.INFERENCE, beside=gathered.rewards)
     reference = once.start("reference", score_reference, job, rows) if config.algorithm.kl else None
     policy = once.start("policy", score_policy, job, rows) if config.rescores else None
     critic = once.start("values", score_values, job, rows) if ppo else None
@@ -78,6 +82,7 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
         )
         adapted = beta_after(config, beta, batch)
 
+    leave_in_time(job, Stage.TRAINING)
     trained: dict[str, TrainMetrics] = {}
     if ppo:
         rate, loss = learning_rate(config, "critic", step), value_loss_of(ppo)

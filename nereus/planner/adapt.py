@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from nereus.config.adaptation import Thresholds
-from nereus.errors import Infeasible
+from nereus.errors import ConfigError, Infeasible
 from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge
 from nereus.planner.choose import Priced
 from nereus.planner.held import held, leaner, scaled
-from nereus.planner.outlook import NOW, Outlook, expected_s, exposure, rated
+from nereus.planner.outlook import NOW, UNCHANGED, Outlook, expected_s, rated
 from nereus.planner.remedy import require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated, seat, shapes_of
@@ -82,6 +82,23 @@ def first(controller: Controller, signals: Signals) -> tuple[Seated, SignalHisto
     return seated, SignalHistory.start(signals, frozenset(gpu.id for gpu in lasting))
 
 
+def on_survivors(
+    controller: Controller, seated: Seated, signals: Signals, history: SignalHistory
+) -> tuple[Seated, SignalHistory]:
+    """The plan to go on with in the middle of a step, on the GPUs that are left, and the history after that.
+
+    A loss of GPUs in use counts towards the rate that later plans are rated by. Raises Infeasible when
+    nothing fits.
+    """
+    if seated.in_use - signals.ids:
+        history = history.with_loss(signals.step).with_crossing(Cause.LOST, signals.step)
+    lasting = signals.staying(signals.now_s + controller.drain_margin_s)
+    outlook = outlook_of(controller, history, signals.step)
+    target = _proposed(controller, request_now(controller.request, signals), lasting, seated, outlook)
+    usable = frozenset(gpu.id for gpu in lasting)
+    return target, history.with_replan(signals, usable).settled()
+
+
 def request_now(request: PlanRequest, signals: Signals) -> PlanRequest:
     """The request with lengths and calibration as they are now."""
     workload = request.workload.with_response(signals.response)
@@ -134,6 +151,16 @@ def outlook_of(controller: Controller, history: SignalHistory, step: int) -> Out
         factors=history.outlook(controller.thresholds.length),
         move_s=move_s / (fmean(intervals) if intervals else SPAN_STEPS),
         loss_s=max(costs.restart_s - move_s, 0.0) * history.loss_rate(step),
+        read_s=_read_s(controller) * history.loss_rate(step),
+    )
+
+
+def _read_s(controller: Controller) -> float:
+    """Seconds to read the largest model that does not change from storage."""
+    workload = controller.request.workload
+    sizes = state_bytes(workload.models, workload.dtype)
+    return (
+        max((sizes.get(stage, 0.0) for stage in UNCHANGED), default=0.0) / controller.costs.read_bytes_per_s
     )
 
 
@@ -214,12 +241,17 @@ def proposal(
     """
     shapes = shapes_of(pool, request.cluster)
     asked = [replace(request, cluster=shape.cluster) for shape in shapes]
-    ratings = [
-        (rating, shape)
-        for one, shape in zip(asked, shapes, strict=True)
-        for rating in rated(one, request.cluster, headroom, outlook)
-        or rated(leaner(one), request.cluster, headroom, NOW)
-    ]
+    try:
+        ratings = [
+            (rating, shape)
+            for one, shape in zip(asked, shapes, strict=True)
+            for rating in rated(one, request.cluster, headroom, outlook)
+            or rated(leaner(one), request.cluster, headroom, NOW)
+        ]
+    except ConfigError as error:
+        if len(pool) >= request.cluster.num_gpus:
+            raise
+        raise Infeasible(str(error)) from error  # a fixed layout needs more GPUs than are left
     if not ratings and not explains:
         raise Infeasible(f"no plan fits {asked[0].cluster.name}")
     if not ratings:
@@ -246,7 +278,7 @@ def _expected(one: Seated, other: Seated, request: PlanRequest, outlook: Outlook
         min((step for step in pair if step is not None), default=None) for pair in zip(*rows, strict=True)
     ]
     first_s, other_s = (
-        expected_s(row, least, outlook) + outlook.loss_s * exposure(seated.plan, seated.cluster)
+        expected_s(row, least, outlook) + outlook.risk_s(seated.plan, seated.cluster)
         for row, seated in zip(rows, (one, other), strict=True)
     )
     return first_s, other_s

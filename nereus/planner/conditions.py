@@ -10,6 +10,7 @@ from functools import lru_cache
 from nereus.errors import DataError, explain
 from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.held import GRID
+from nereus.planner.interruption import Surprise
 from nereus.planner.lengths import LengthDistribution
 
 _STEP = math.log(GRID)  # lengths are rounded to steps of 3 %, so that equal questions are asked once
@@ -58,16 +59,21 @@ class SupplyEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """One step. `nodes` are there when it begins; `breaking` of them leave during it without a warning that
-    reached an earlier boundary. `draining` maps nodes to the seconds, from this boundary, after which they
-    leave.
+    """One step. `nodes` are there when it begins; `surprises` are those of them that leave during it without
+    a warning that reached an earlier boundary, in the order in which they go. `draining` maps nodes to the
+    seconds, from this boundary, after which they leave.
     """
 
     nodes: frozenset[int]
-    breaking: frozenset[int]
+    surprises: tuple[Surprise, ...]
     draining: tuple[tuple[int, float], ...]
     lengths: Lengths
     speed: Speed
+
+    @property
+    def breaking(self) -> frozenset[int]:
+        """The nodes of the surprises."""
+        return frozenset(surprise.node for surprise in self.surprises)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,15 @@ def trace_of(
         steps.append(
             Conditions(
                 nodes=frozenset(nodes),
-                breaking=frozenset(e.node for e in leaving if e.at_s < end and e.at_s - e.notice_s > begin),
+                surprises=tuple(
+                    Surprise(
+                        node=event.node,
+                        told=(event.at_s - event.notice_s - begin) / step_s,
+                        gone=(event.at_s - begin) / step_s,
+                    )
+                    for event in leaving
+                    if event.at_s < end and event.at_s - event.notice_s > begin
+                ),
                 draining=tuple((e.node, e.at_s - begin) for e in leaving if e.at_s - e.notice_s <= begin),
                 lengths=length,
                 speed=speeds[number] if speeds else NOMINAL,

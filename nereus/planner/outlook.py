@@ -6,12 +6,13 @@ seconds a step over the outlook.
 
     E = mean over the lengths to come of  step            where the plan fits them
                                           best step + move where it does not: the job is then forced to move
-        + loss * share of the nodes whose sudden loss ends the last copy of some model
+        + loss * share of the nodes whose sudden loss ends the last copy of some trained model
+        + read * the same of models that do not change, which are then read anew from storage
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -22,13 +23,11 @@ from nereus.planner.profile import ClusterProfile
 from nereus.planner.request import Placement, PlanRequest
 from nereus.planner.workload import ModelStage
 
-HOLDERS = (
-    ModelStage.ACTOR_TRAINING,
-    ModelStage.CRITIC_TRAINING,
-    ModelStage.REFERENCE_INFERENCE,
-    ModelStage.REWARD_INFERENCE,
-)
-"""The model-stages that hold all of a model's state. A model is lost with the last whole unit of its own."""
+TRAINED = (ModelStage.ACTOR_TRAINING, ModelStage.CRITIC_TRAINING)
+UNCHANGED = (ModelStage.REFERENCE_INFERENCE, ModelStage.REWARD_INFERENCE)
+"""Together the model-stages that hold all of a model's state. A model is lost with the last whole unit of its
+own: a trained one takes the job back to its checkpoint, one that does not change is read from its folder.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +35,21 @@ class Outlook:
     """What a plan is rated over; by default this step alone, as policies that do not look ahead do.
 
     `factors` are multiples of the lengths of now, now first. `move_s` is a forced move, spread over the steps
-    that the outlook spans; `loss_s` what the loss of a last copy costs, times its chance in a step.
+    that the outlook spans; `loss_s` what the loss of a last copy of a trained model costs, times its chance
+    in a step, `read_s` the same of a model that does not change.
     """
 
     factors: tuple[float, ...] = (1.0,)
     move_s: float = 0.0
     loss_s: float = 0.0
+    read_s: float = 0.0
+
+    def risk_s(self, plan: Plan, cluster: ClusterProfile) -> float:
+        """Expected seconds a step that the plan loses with nodes that vanish."""
+        if not (self.loss_s or self.read_s):
+            return 0.0
+        trained, unchanged = (exposure(plan, cluster, holders) for holders in (TRAINED, UNCHANGED))
+        return self.loss_s * trained + self.read_s * unchanged
 
 
 NOW = Outlook()
@@ -81,7 +89,7 @@ def rated(
             order=(
                 row[-1] is None,
                 expected_s([None if plan is None else plan.step_s for plan in row[:-1]], least, outlook)
-                + outlook.loss_s * exposure(row[0], request.cluster),
+                + outlook.risk_s(row[0], request.cluster),
             ),
         )
         for row in rows
@@ -99,20 +107,22 @@ def expected_s(steps: Iterable[float | None], least: Iterable[float | None], out
 
 
 def replicated(request: PlanRequest, largest: ClusterProfile) -> Plan | None:
-    """The best plan in which every model has at least two whole copies; None where none fits."""
+    """The best plan in which every trained model has at least two whole copies; None where none fits."""
     chosen: Priced = priced(request, largest)
     for item in chosen.sets:
-        if item.model_stage in HOLDERS:
+        if item.model_stage in TRAINED:
             chosen = chosen.keep(item.model_stage, item.dp >= 2)
     return best_of(chosen)
 
 
-def exposure(plan: Plan, cluster: ClusterProfile) -> float:
-    """Share of the cluster's nodes each of which, lost without warning, takes the last copy of some model."""
+def exposure(plan: Plan, cluster: ClusterProfile, holders: Collection[ModelStage] = TRAINED) -> float:
+    """Share of the cluster's nodes each of which, lost without warning, takes the last copy of some model
+    that `holders` hold.
+    """
     width, count = cluster.pools[0].gpus_per_node, cluster.pools[0].num_nodes
     fatal: set[int] = set()
     for item in plan.assignments:
-        if item.model_stage in HOLDERS:
+        if item.model_stage in holders:
             units = [{rank // width for rank in unit} for unit in item.units]
             fatal |= set.intersection(*units)
     return len(fatal) / count

@@ -45,8 +45,8 @@ class Signals:
     `response` are the lengths of the last step; `peak_memory_bytes` is by GPU id; `stage_s` are measured
     seconds by stage, `efficiency` what the cost model, not calibrated, predicts for a stage over what was
     measured (1: as predicted, falls when the machine slows). `calibration` is what was learned from such
-    times; plans are made with it. `arrivals_s` are announced times at which GPUs will join. All times are
-    seconds on one clock.
+    times; plans are made with it. `arrivals_s` are announced times at which GPUs will join, or some will have
+    to go. All times are seconds on one clock.
     """
 
     step: int

@@ -3,7 +3,7 @@
 ```
 conditions of step k-1 ─▶ Signals ─▶ adapt.review ─▶ transition (priced, measured with noise)
 conditions of step k ───────────────────────────────▶ the step itself: held plan, true lengths and speed
-                                    node lost in it ─▶ half of the step again, forced review ─▶ ...
+                      a node leaves in it ─▶ forced review between two stages, or the stage again ─▶ ...
 ```
 The controller sees what a job would see: lengths and speed of the step before, and announced departures.
 """
@@ -20,12 +20,15 @@ from nereus.planner.adapt import Controller, Review, first, review
 from nereus.planner.admission import Decision
 from nereus.planner.conditions import Conditions, Trace
 from nereus.planner.held import held
+from nereus.planner.interruption import interruption
 from nereus.planner.occupancy import occupancy
+from nereus.planner.plan import Plan
 from nereus.planner.replay_run import Run, StepRow
 from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, SignalHistory, Signals, Switch
+from nereus.planner.workload import Stage
 
-_REDONE = 0.5  # share of a step that is lost on average when a GPU goes, or memory runs out, in the middle
+_REDONE = 0.5  # share of a step that is lost on average when memory runs out in the middle
 _NOISE = 0.1  # relative deviation of a measured transition from its prediction
 ControllerAt = Callable[[int], Controller]
 
@@ -80,12 +83,9 @@ def _step(job: _Job, number: int) -> StepRow:
         if step_s is None:  # longer responses than the last step's: out of memory in the middle
             redone_s += _REDONE * _known_s(job)
             _decide(job, number, now, now.nodes, now.draining)
-            step_s = _require(_step_s(job, number))
-        broken = {node * job.width + at for node in now.breaking for at in range(job.width)}
-        if broken & _seated(job).in_use:
-            redone_s += _REDONE * step_s
-            _decide(job, number, now, now.nodes - now.breaking, ())
-            step_s = _require(_step_s(job, number))
+            _require(_step_s(job, number))
+        step_s, lost_s = _to_the_end(job, number)
+        redone_s += lost_s
         stalled_s = 0.0
     except Infeasible:
         job.seated = None
@@ -106,6 +106,55 @@ def _step(job: _Job, number: int) -> StepRow:
         num_transitions=job.num_transitions,
         num_restarts=job.num_restarts,
     )
+
+
+def _to_the_end(job: _Job, number: int) -> tuple[float, float]:
+    """Run the step under the plan in force, and under others from where nodes leave in its middle; seconds
+    of its stages, and of what was lost with nodes and done again.
+    """
+    now = job.trace.steps[number]
+    step_s = lost_s = clock = 0.0
+    num_done = 0
+    for surprise in now.surprises:
+        seated = _seated(job)
+        taken = range(surprise.node * job.width, (surprise.node + 1) * job.width)
+        if seated.in_use.isdisjoint(taken):
+            continue
+        parts_s = _stages_s(seated.plan)
+        stop = interruption(
+            [part / seated.plan.step_s for part in parts_s],
+            surprise,
+            num_done=num_done,
+            clock=clock,
+            margin=2 * job.controller(number).costs.transition_s / job.trace.step_s,
+        )
+        step_s += sum(parts_s[num_done : stop.num_done])
+        lost_s += stop.lost * seated.plan.step_s
+        num_done, clock = stop.num_done, stop.at
+        _decide(job, number, now, *_pool_at(job, now, clock))
+        _require(_step_s(job, number))
+    return step_s + sum(_stages_s(_seated(job).plan)[num_done:]), lost_s
+
+
+def _stages_s(plan: Plan) -> list[float]:
+    """Seconds of the stages, all of them the step's; what is not a stage's own is shared out."""
+    whole = sum(plan.stage_s.values())
+    return [plan.stage_s[stage] * plan.step_s / whole for stage in Stage]
+
+
+def _pool_at(
+    job: _Job, now: Conditions, clock: float
+) -> tuple[frozenset[int], tuple[tuple[int, float], ...]]:
+    """Nodes that are left at this share of the step, and those that are known to go, after how long."""
+    passed_s = clock * job.trace.step_s
+    known = [(node, after_s - passed_s) for node, after_s in now.draining] + [
+        (surprise.node, (surprise.gone - clock) * job.trace.step_s)
+        for surprise in now.surprises
+        if surprise.told <= clock
+    ]
+    gone = {node for node, after_s in known if after_s <= 0}
+    gone |= {surprise.node for surprise in now.surprises if surprise.gone <= clock}
+    return now.nodes - gone, tuple((node, after_s) for node, after_s in known if node not in gone)
 
 
 def _decide(

@@ -7,7 +7,7 @@ cluster's links. Nothing is moved.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereus.emu.chain_time import planned
 from nereus.emu.decoder import DType, decoder_spec
@@ -23,6 +23,7 @@ from nereus.emu.topology import Link, Topology
 from nereus.emu.unit import ClusterState, Unit, UnitId
 from nereus.errors import Infeasible, InvalidOperation, NoSource
 from nereus.planner.memory import usable_bytes
+from nereus.planner.outlook import UNCHANGED
 from nereus.planner.profile import ClusterProfile, LinkProfile
 from nereus.planner.seating import Seated
 from nereus.planner.signals import Gpu, GpuId
@@ -37,9 +38,10 @@ class FixedCosts:
 
     `moving_factor` is measured over predicted seconds of moving the bytes: messages, packing.
     `generation_s` comes on top where a unit of generation is made: an engine that is dear to make, whose
-    layout is fixed. `restart_s` is what it takes instead when no live GPU holds some state, or old and new
-    state fit nowhere: all stops, and resumes from the last checkpoint under the new plan. Without `in_place`
-    every change is a restart.
+    layout is fixed. `restart_s` is what it takes instead when no live GPU holds the state of a trained model,
+    or old and new state fit nowhere: all stops, and resumes from the last checkpoint under the new plan. A
+    model that does not change is read from its folder then, at `read_bytes_per_s` for the whole job. Without
+    `in_place` every change is a restart.
     """
 
     transition_s: float
@@ -47,23 +49,26 @@ class FixedCosts:
     generation_s: float = 0.0
     moving_factor: float = 1.0
     in_place: bool = True
+    read_bytes_per_s: float = 2e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionCost:
-    """Predicted seconds of a transition: `moving_s` by the schedule, `fixed_s` beside. `from_checkpoint`
-    names why the state has to come from the checkpoint, None where it moves in place.
+    """Predicted seconds of a transition: `moving_s` by the schedule, `reading_s` for what no live GPU holds
+    and is read from its folder, `fixed_s` beside. `from_checkpoint` names why the state has to come from the
+    checkpoint, None where it moves in place.
     """
 
     moving_s: float
     fixed_s: float
     num_operations: int
+    reading_s: float = 0.0
     from_checkpoint: str | None = None
 
     @property
     def seconds(self) -> float:
-        """Both together."""
-        return self.moving_s + self.fixed_s
+        """All together."""
+        return self.moving_s + self.reading_s + self.fixed_s
 
 
 def transition_cost(
@@ -84,9 +89,12 @@ def transition_cost(
     alive = frozenset(gpu.id for gpu in gpus)
     topology = topology_of(gpus, after.cluster)
     specs = _specs(models, dtype)
+    held, wanted = (cluster_state(seated, alive, models, dtype) for seated in (before, after))
+    lost = _lost_unchanged(before, held)
+    wanted, read = _without(wanted, lost), [unit for unit in wanted.units if unit.model_stage in lost]
+    replica_bytes = state_bytes(models, dtype)
     try:
-        units = (cluster_state(seated, alive, models, dtype) for seated in (before, after))
-        graph = build_graph(*units, topology)
+        graph = build_graph(held, wanted, topology)
         sizes = sizes_of(specs)
         room = Room(cap_bytes=usable_bytes(after.cluster, after.cluster.gpu_kinds[0]))
         plan = schedule(graph, sizes, room, topology, planned(specs, topology), tries=1)
@@ -97,7 +105,8 @@ def transition_cost(
     fixed_s = fixed.transition_s + (fixed.generation_s if makes_generation else 0.0)
     return TransitionCost(
         moving_s=fixed.moving_factor * plan.makespan_s,
-        fixed_s=fixed_s if num_operations or makes_generation else 0.0,
+        reading_s=sum(replica_bytes[unit.model_stage] for unit in read) / fixed.read_bytes_per_s,
+        fixed_s=fixed_s if num_operations or makes_generation or read else 0.0,
         num_operations=num_operations,
     )
 
@@ -110,6 +119,16 @@ def _serving(seated: Seated) -> frozenset[Layout]:
         if item.model_stage is ModelStage.ACTOR_GENERATION
         for ranks in seated.units(item)
     )
+
+
+def _lost_unchanged(before: Seated, held: ClusterState) -> frozenset[str]:
+    """The model-stages of models that do not change of which no live unit is left."""
+    named = {str(item.model_stage) for item in before.plan.assignments if item.model_stage in UNCHANGED}
+    return frozenset(named - {unit.model_stage for unit in held.units})
+
+
+def _without(state: ClusterState, model_stages: frozenset[str]) -> ClusterState:
+    return replace(state, units=tuple(unit for unit in state.units if unit.model_stage not in model_stages))
 
 
 def _restart(fixed: FixedCosts, why: str) -> TransitionCost:

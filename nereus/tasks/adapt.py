@@ -19,7 +19,7 @@ from nereus.emu.decoder import DecoderConfig
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.stage import StageSpec
 from nereus.errors import Infeasible
-from nereus.planner.adapt import Controller, Review, first, review
+from nereus.planner.adapt import Controller, Review, first, on_survivors, review
 from nereus.planner.broker import Bid, with_values
 from nereus.planner.calibrate import Calibrator
 from nereus.planner.calibration import NEUTRAL
@@ -122,11 +122,14 @@ class Adapter:
         )
         self.history = outcome.history.with_transition(switch)
 
+    def expected_s(self, stage: Stage) -> float:
+        """Seconds that a stage takes under the plan in force: as predicted, or as last measured if longer."""
+        return max(self.seated.plan.stage_s.get(stage, 0.0), self.last.stage_s.get(str(stage), 0.0))
+
     def without(self, pool: tuple[PooledGpu, ...], step: int) -> Seated:
         """The best plan on the GPUs that are left, profitable or not; it is in force from here on."""
-        signals = replace(self.last, step=step, pool=gpus_of(pool), peak_memory_bytes={})
-        self.seated, _ = first(self.controller, signals)
-        self.history = self.history.with_replan(signals, frozenset(gpu.id for gpu in signals.pool))
+        signals = replace(self.last, step=step, now_s=time.time(), pool=gpus_of(pool), peak_memory_bytes={})
+        self.seated, self.history = on_survivors(self.controller, self.seated, signals, self.history)
         self.last = signals
         return self.seated
 
@@ -273,9 +276,11 @@ def signals_after(
     terms_s: Mapping[str, Mapping[str, float]],
     memory_bytes: Mapping[Rank, int],
     pool: tuple[PooledGpu, ...],
+    changes_s: tuple[float, ...] = (),
 ) -> Signals:
     """What the step before `step` showed. `work_s` are seconds of the busiest worker by kind of work,
-    `terms_s` those of kernel classes and collectives by call, `memory_bytes` peaks by worker.
+    `terms_s` those of kernel classes and collectives by call, `memory_bytes` peaks by worker, `changes_s`
+    seconds from now until known changes of the pool.
     """
     response = LengthDistribution.from_lengths(lengths_b.to(torch.float64).numpy())
     measured = dict.fromkeys(Stage, 0.0)
@@ -296,15 +301,17 @@ def signals_after(
         if told := terms_s.get(CALL_OF_STAGE.get(item, "")):
             adapter.classes = adapter.classes.with_terms(terms, told)
     learned = {name: gain.value for name, gain in adapter.classes.gains.items()}
+    now_s = time.time()
     return Signals(
         step=step,
-        now_s=time.time(),
+        now_s=now_s,
         response=response,
         pool=gpus_of(pool),
         peak_memory_bytes=memory_bytes,
         stage_s={str(stage): seconds for stage, seconds in measured.items()},
         efficiency=adapter.raw.efficiency,
         calibration=replace(adapter.gains.calibration, **learned),
+        arrivals_s=tuple(now_s + seconds for seconds in changes_s),
     )
 
 

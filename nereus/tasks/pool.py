@@ -30,19 +30,31 @@ def take_new_gpus(job: Job) -> tuple[Rank, ...]:
 
 def most_gpus(job: Job) -> int:
     """GPUs that the job may hold now: as configured, and as granted where it shares a pool."""
-    most = job.config.cluster.max_gpus or job.config.cluster.gpus
+    most = job.config.cluster.most_at(job.state.step)
     granted = None if job.share is None else job.share.granted
     return most if granted is None else min(most, granted)
 
 
-def follow_grant(job: Job) -> None:
-    """Begin to give back what is beyond the broker's grant, and bid anew with what is held now."""
-    if job.share is None:
-        return
-    assert job.adapter is not None, "a job that shares adapts"
+def give_back(job: Job) -> None:
+    """Begin to give back what is beyond the GPUs that the job may hold."""
     if leaving := beyond(job, most_gpus(job)):
         job.listener.on_message(f"before step {job.state.step}: gives back workers {list(leaving)}")
         job.cluster.release(leaving)
+
+
+def next_change_s(job: Job) -> tuple[float, ...]:
+    """Seconds, by the plan's step, until the GPUs that the job may hold change as configured."""
+    steps = [change.before_step - job.state.step for change in job.config.cluster.schedule]
+    assert job.adapter is not None, "a job with a schedule adapts"
+    step_s = job.adapter.seated.plan.step_s
+    return tuple(number * step_s for number in steps if number > 0)
+
+
+def follow_grant(job: Job) -> None:
+    """Bid anew with what is held now, where the job shares a pool."""
+    if job.share is None:
+        return
+    assert job.adapter is not None, "a job that shares adapts"
     sharing, cluster = job.config.cluster.broker, job.cluster
     assert sharing is not None, "a job that shares says how"
     held = len(cluster.ranks) + cluster.num_starting

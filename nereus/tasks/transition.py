@@ -24,7 +24,7 @@ from nereus.emu.ballot import Vote
 from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
-from nereus.emu.stage import FromMemory, FromStage, StageSpec
+from nereus.emu.stage import FromMemory, FromStage, Origin, StageSpec
 from nereus.emu.transaction import Applied, Moved
 from nereus.errors import StateLost, WorkerLost, explain
 from nereus.record.transitions import OperationRecord
@@ -143,15 +143,21 @@ def decide(attempt: Attempt, votes: Mapping[Rank, Vote], counts: Mapping[str, in
     decision = coordinator.decide(attempt.epoch, transition.movers, votes, control.to_json())
     if decision.commits:
         job.is_built = False
-        job.stages = {name: _moved(spec, transition, counts) for name, spec in transition.stages.items()}
+        first = job.prepared.stages_at(job.state.step)
+        job.stages = {
+            name: replace(spec, origin=_origin(spec, first[name], transition, counts))
+            for name, spec in transition.stages.items()
+        }
     return decision
 
 
-def _moved(spec: StageSpec, transition: Transition, counts: Mapping[str, int]) -> StageSpec:
-    """Where a model-stage is built from after the commit: the shards in memory, or a weight sync."""
+def _origin(spec: StageSpec, first: StageSpec, transition: Transition, counts: Mapping[str, int]) -> Origin:
+    """Where a model-stage is built from after the commit: the shards in memory, a weight sync, or the folder
+    that it was `first` read from.
+    """
     if spec.name in transition.in_memory:
-        return replace(spec, origin=FromMemory(step_count=counts.get(spec.name, 0)))
-    return replace(spec, origin=FromStage(stage=TRAINING))
+        return FromMemory(step_count=counts.get(spec.name, 0))
+    return FromStage(stage=TRAINING) if spec.role == "generation" else first.origin
 
 
 @task(name="apply", task_run_name="apply", cache_policy=NO_CACHE)

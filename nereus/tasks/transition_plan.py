@@ -6,7 +6,8 @@ model-stages now  ─┐                                          ┌ chain that
 model-stages then ─┘                                          └ later operations of a chain: nothing to send
 ```
 The state of training, inference and generation moves. Generation has no state of its own where it shares
-the training units' weights; where another engine stores it, or workers were lost, it is synced afterwards.
+the training units' weights; where another engine stores it, or workers were lost, it is synced afterwards. A
+model that does not change and of which no whole unit is left is read from its folder afterwards.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from nereus.emu.topology import Topology
 from nereus.emu.transaction import Order
 from nereus.emu.transition_text import node_text
 from nereus.emu.unit import ClusterState, Unit
+from nereus.errors import InvalidOperation, explain
 from nereus.tasks.memory_room import held_bytes
 from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.whole_move import whole_chain, whole_plan
@@ -67,9 +69,9 @@ class Transition:
     """What changes: operations in the order of the schedule, predecessors first, and all model-stages after.
 
     `plans` are the reshard plans by chain; `in_memory` are the model-stages whose state lies in the workers
-    after the commit, the others are synced; `asked` is the plan before ranks were permuted. Model-stages in
-    `bounded` are moved after the decision, freeing what has moved. A transition that is `halfway` leads to
-    units from which another one leads on to the plan; nothing is built in between.
+    after the commit, the others are synced, or read from their folders; `asked` is the plan before ranks were
+    permuted. Model-stages in `bounded` are moved after the decision, freeing what has moved. A transition
+    that is `halfway` leads to units from which another one leads on to the plan; nothing is built in between.
     """
 
     schedule: Schedule
@@ -151,9 +153,11 @@ def plan_transition(
     Ranks in `lost` died; `stale` names, by model-stage, live ones whose state is no source and that are
     filled anew. `memory_bytes` is what ranks may hold of all state at once: where old and new shards do not
     fit, some model-stages are moved in bounded mode, if need be in two transitions, of which this plans the
-    first. Raises NoSource or InvalidOperation when the state cannot be moved, Infeasible when it does not fit
-    into `room`; nothing has happened then.
+    first. Raises NoSource or InvalidOperation when the state cannot be moved, or when units that share an
+    optimizer would no longer, or the other way round; Infeasible when it does not fit into `room`. Nothing
+    has happened then.
     """
+    _check_sharing(now, then)
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
     ground = _Ground(
         topology=topology or Topology.single_node(1 + max(ranks)),
@@ -184,6 +188,19 @@ def plan_transition(
     )
 
 
+def _check_sharing(now: Stages, then: Stages) -> None:
+    changed = [name for name in now.keys() & then.keys() if now[name].zero1 != then[name].zero1]
+    if changed:
+        raise InvalidOperation(
+            explain(
+                "cannot plan the transition",
+                values=f"optimizer.zero1 would change for {', '.join(sorted(changed))}",
+                rule="whether units share an optimizer holds for a whole run",
+                remedy="continue from a checkpoint with the other setting: it holds logical tensors",
+            )
+        )
+
+
 def _plan(
     now: Stages, then: Stages, ground: _Ground, bounded: Mapping[str, ReshardPlan] | None = None
 ) -> Transition:
@@ -191,7 +208,11 @@ def _plan(
     bounded = bounded or {}
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
     is_emergency = bool(ground.lost or ground.stale)
-    sources, targets = _moving(now, is_emergency), _moving(then, is_emergency)
+    read = {name for name, spec in now.items() if _is_read_again(spec, ground)}
+    sources, targets = (
+        {name: spec for name, spec in _moving(stages, is_emergency).items() if name not in read}
+        for stages in (now, then)
+    )
     trained = [name for name, spec in targets.items() if spec.role == "training"]
     targets |= {name: _seated(sources[name], targets[name], ground) for name in trained}
     whole = {name for name, spec in sources.items() if name in bounded or ground.is_broken(spec)}
@@ -230,6 +251,12 @@ def _plan(
         asked=asked_of(then),
         bounded=frozenset(bounded),
     )
+
+
+def _is_read_again(spec: StageSpec, ground: _Ground) -> bool:
+    """Whether a model-stage of a model that does not change has no whole unit left."""
+    gone = ground.lost | ground.stale_in(spec.name)
+    return spec.role == "inference" and all(gone.intersection(unit.ranks) for unit in spec.units)
 
 
 def _whole(now: StageSpec, then: StageSpec, ground: _Ground, *, placement: Placement) -> ReshardPlan:

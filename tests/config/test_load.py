@@ -158,6 +158,11 @@ def test_a_key_of_another_kind_names_its_kind(write: Write) -> None:
         ("plan.actor_training.gpus=[1]", "plan.actor_training: gpus=[1] but tp*pp*dp = 2"),
         ("cluster.max_gpus=1", "max_gpus = 1 but gpus = 4"),
         ("cluster.max_gpus=9", "without adaptation a job takes no further GPUs"),
+        ("cluster.schedule=[{before_step: 2, max_gpus: 2}]", "a job without adaptation keeps its GPUs"),
+        (
+            "cluster.schedule=[{before_step: 5, max_gpus: 2}, {before_step: 5, max_gpus: 4}]",
+            "before steps [5, 5]; give them in rising order",
+        ),
     ],
 )
 def test_a_bad_value_says_key_value_rule_and_remedy(write: Write, override: str, expected: str) -> None:
@@ -169,6 +174,12 @@ def test_a_job_that_adapts_has_no_changes_beforehand(write: Write) -> None:
     change = "changes=[{before_step: 2, plan: {actor_training: {tp: 1}}}]"
     (line,) = mistakes(write(BASE), "adaptation={}", change)
     assert "changes and adaptation are both given" in line
+
+
+def test_a_schedule_of_gpus_holds_from_its_steps_on_and_never_exceeds_the_most(write: Write) -> None:
+    schedule = "cluster.schedule=[{before_step: 3, max_gpus: 2}, {before_step: 6, max_gpus: 8}]"
+    cluster = load_campaign(write(BASE), ["adaptation={}", "plan={}", schedule]).cluster
+    assert [cluster.most_at(step) for step in (0, 2, 3, 5, 6, 9)] == [4, 4, 2, 2, 4, 4]
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(write: Write) -> None:

@@ -69,7 +69,7 @@ def test_a_job_takes_free_gpus_moves_to_them_and_survives_the_loss_of_one(make_c
 
 
 @pytest.mark.slow
-def test_a_node_that_drains_is_left_before_its_deadline_and_nobody_is_missed(
+def test_a_node_that_drains_is_left_between_two_stages_and_no_stage_is_run_again(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     still = read_records(campaign(make_config(name="still", steps=4, plan={}, tracking="step")).metrics)
@@ -85,15 +85,21 @@ def test_a_node_that_drains_is_left_before_its_deadline_and_nobody_is_missed(
     with open_job(prepare_campaign(config), resume=False) as job:
         job.cluster._nodes = {rank: f"node {rank // 2}" for rank in job.cluster.ranks}
 
+        begun: list[tuple[int, str]] = []
+
         def strike(step: int, stage: str) -> None:
+            begun.append((step, stage))
             if (step, stage) == (1, "generate"):
                 draining["node 1"] = int((time.time() + 200) * 1000)
 
         job.listener = Striker(strike)
         run_steps(job)
     records = read_records(job.log.path)
-    assert {"worker 2", "worker 3"} <= records[1].memory_bytes.keys()
-    assert not {"worker 2", "worker 3"} & records[2].memory_bytes.keys()
+    assert {"worker 2", "worker 3"} <= records[0].memory_bytes.keys()
+    assert not {"worker 2", "worker 3"} & records[1].memory_bytes.keys()
+    assert [step for step, stage in begun if stage == "generate"] == [0, 1, 2, 3]
+    (transition,) = read_transitions(config.run_folder)
+    assert (transition.step, transition.outcome) == (1, "commit")
     admitted = [decision for decision in read_decisions(config.run_folder) if decision["admit"]]
     assert [decision["change"]["trigger"]["cause"] for decision in admitted] == ["GPUs lost"]
     assert read_emergencies(config.run_folder) == []

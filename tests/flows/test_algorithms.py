@@ -115,7 +115,8 @@ def test_a_resumed_run_has_the_prompts_of_dapos_draws_and_the_kl_weight_of_one_t
     names = ("filter/batches", "filter/groups_kept", "overlong_penalty", "kl_beta", "kl_reference")
     for name in (*names, "loss/actor", "gradient_norm/actor"):
         # The same tokens in the same batches: the checkpoint has the lengths seen, by which rows are batched.
-        assert [r.stats[name] for r in other] == [r.stats[name] for r in one], name
+        expected = pytest.approx([r.stats[name] for r in one], rel=1e-4, abs=1e-7)
+        assert [r.stats[name] for r in other] == expected, name
 
 
 @pytest.mark.slow

@@ -68,6 +68,35 @@ def test_a_worker_that_dies_between_two_steps_costs_no_step_and_no_sample(
 
 
 @pytest.mark.slow
+def test_a_reference_whose_only_unit_is_lost_is_read_again_and_nothing_goes_back(make_config: Make) -> None:
+    parts = PARTS | {
+        "algorithm": {"kind": "grpo", "kl": {"coefficient": 0.1}},
+        "plan": {
+            "actor_training": {"tp": 1, "dp": 2},
+            "actor_generation": {"tp": 1, "dp": 2},
+            "reference_inference": {"tp": 2, "gpus": [2, 3]},
+        },
+    }
+    still = read_records(campaign(make_config(name="still", **parts)).metrics)
+    victims = [2]
+    with open_job(prepare_campaign(make_config(name="struck", **parts)), resume=False) as job:
+
+        def strike(at: int, name: str) -> None:
+            if (at, name) == (1, "generate") and victims:
+                ray.kill(job.cluster._actors[victims.pop()])
+
+        job.listener = Striker(strike)
+        run_steps(job)
+    struck = read_records(job.log.path)
+    (emergency,) = read_emergencies(job.config.run_folder)
+    assert (emergency.way, emergency.steps_redone) == ("transition", 0)
+    assert [r.response_tokens for r in still] == [r.response_tokens for r in struck]
+    assert [r.stats["kl_reference"] for r in struck] == pytest.approx(
+        [r.stats["kl_reference"] for r in still], abs=1e-6
+    )
+
+
+@pytest.mark.slow
 def test_a_second_death_inside_a_recovery_is_one_emergency_and_costs_no_sample(make_config: Make) -> None:
     still = read_records(campaign(make_config(name="still", **PARTS)).metrics)
     victims = {

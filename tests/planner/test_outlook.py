@@ -8,7 +8,7 @@ import pytest
 
 from nereus.planner.choose import Priced, best_of
 from nereus.planner.held import best, priced
-from nereus.planner.outlook import HOLDERS, NOW, Outlook, expected_s, exposure, rated, replicated
+from nereus.planner.outlook import NOW, TRAINED, Outlook, expected_s, exposure, rated, replicated
 from nereus.planner.signals import SignalHistory
 from nereus.planner.workload import Algorithm
 from tests.planner.plan_requests import request
@@ -47,7 +47,7 @@ def test_a_fast_plan_that_fits_less_is_taken_where_moving_is_cheap() -> None:
 def test_replicated_plans_survive_the_loss_of_any_node_or_say_which_is_fatal() -> None:
     plan = replicated(JOB, JOB.cluster)
     assert plan is not None
-    assert all(item.dp >= 2 for item in plan.assignments if item.model_stage in HOLDERS)
+    assert all(item.dp >= 2 for item in plan.assignments if item.model_stage in TRAINED)
     assert 0 <= exposure(plan, JOB.cluster) <= 1
     alone = request("1x8xH100", batch=512, algorithm=Algorithm.GRPO)
     only = best(alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nereus.config.adaptation import AnyGainPolicy, Thresholds
+from nereus.emu.cluster import PooledGpu
 from nereus.planner.adapt import Controller, first
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
@@ -79,3 +80,14 @@ def test_a_settled_move_takes_the_signals_of_its_planning_as_references(adapter:
     assert adapter.history.usable == frozenset(range(16))
     assert [switch.measured_s for switch in adapter.history.switches] == [2.0]
     assert adapter.seated is outcome.seated
+
+
+def test_a_loss_of_gpus_in_use_counts_towards_the_rate_that_plans_are_rated_by(adapter: Adapter) -> None:
+    everyone = tuple(PooledGpu(rank=rank, node=0) for rank in range(8))
+    adapter.without(everyone, step=3)
+    assert not adapter.history.losses, "nobody was lost"
+    survivors = adapter.without(everyone[:4], step=4)
+    assert adapter.history.losses == (4,)
+    assert adapter.history.loss_rate(8) == pytest.approx(1 / 8)
+    assert survivors.in_use <= {0, 1, 2, 3}
+    assert adapter.history.usable == frozenset(range(4))

@@ -221,3 +221,27 @@ def test_text_names_units_layouts_gpus_and_bytes() -> None:
     assert destroy.text == "Destroy actor.training#2 tp1 pp1 on 1; bytes travel with Split"
     assert destroy.after == (split.id,)
     assert destroy.bytes == 0 < split.bytes
+
+
+def test_whether_units_share_an_optimizer_does_not_change_in_a_transition() -> None:
+    now = stages(stage(TRAINING, 1, 1, 4))
+    then = stages(replace(stage(TRAINING, 2, 1, 2), zero1=True))
+    for one, other in ((now, then), (then, now)):
+        with pytest.raises(InvalidOperation, match=r"optimizer\.zero1 would change for .*actor\.training"):
+            plan_transition(one, other)
+
+
+def test_a_model_that_does_not_change_is_read_again_where_its_last_unit_is_lost() -> None:
+    now = stages(stage(TRAINING, 1, 1, 4), stage(REFERENCE, 2, 1, 1, first=4))
+    then = stages(stage(TRAINING, 1, 1, 4), stage(REFERENCE, 1, 1, 1, first=5))
+    transition = plan_transition(now, then, lost=frozenset({4}))
+    assert REFERENCE not in transition.in_memory
+    assert all(operation.model_stage != REFERENCE for operation in transition.operations)
+    assert transition.stages[REFERENCE].units == then[REFERENCE].units
+    # With a whole unit left it is moved, and a trained model has no folder to be read from.
+    whole = stages(stage(TRAINING, 1, 1, 4), stage(REFERENCE, 1, 1, 2, first=4))
+    assert REFERENCE in plan_transition(whole, then, lost=frozenset({4})).in_memory
+    alone = stages(stage(TRAINING, 2, 1, 1), stage(REFERENCE, 1, 1, 2, first=4))
+    left = stages(stage(TRAINING, 1, 1, 1, first=1), stage(REFERENCE, 1, 1, 1, first=5))
+    with pytest.raises(NoSource):
+        plan_transition(alone, left, lost=frozenset({0}))
