@@ -53,9 +53,8 @@ PARCAE = {
 }
 SYNTHETIC = ("spot", "churn", "ebb", "load", "small")
 TRACES = (*PARCAE, *SYNTHETIC, "grow")
-LARGE = ("fixed", "frozen", "never", "any_gain", "payback")  # over the thousand steps of `grow`
 DRAWN = ("fixed", "payback", "any_gain", "oracle")
-RUN = ("payback", "never", "fixed", "oracle", "frozen", "any_gain", "verl_gate", "every_3")
+RUN = ("payback", "never", "fixed", "oracle", "lasting", "frozen", "any_gain", "verl_gate", "every_3")
 GAMMAS = ("payback=0.25", "payback=0.75", "payback=1")
 COSTS = FixedCosts(transition_s=5.0, restart_s=300.0, moving_factor=1.67)
 LIMIT = 16384.0
@@ -138,7 +137,7 @@ def measure(
     if kept is not None and kept.exists():
         result = json.loads(kept.read_text())
     runs: list[Run] = []
-    for word in words if name != "grow" else [word for word in words if word in LARGE]:
+    for word in words:
         if word in result["rows"]:
             continue
         start = time.process_time()

@@ -8,7 +8,7 @@ from typing import Any
 
 from nereus.planner.transition_time import FixedCosts
 
-POLICIES = ("fixed", "frozen", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
+POLICIES = ("lasting", "fixed", "frozen", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
 SEEN = ("HH", "LL", "load", "small")  # looked at while the policies were made; the others are held out
 Results = dict[str, dict[str, Any]]
 """By trace: its size, and a row of numbers for every policy."""
@@ -42,22 +42,16 @@ def missing(results: Results, traces: Sequence[str]) -> str:
 
 def goals(results: Results) -> str:
     """What was aimed at, and what came out."""
-    changes = {word: changes_against(results, word) for word in ("fixed", "oracle", "never")}
-    fixed, oracle, never = (changes[word] for word in ("fixed", "oracle", "never"))
-    pure = changes_against(results, "fixed", "pure_step_s")
-    if not (fixed and oracle and never):
+    words = ("lasting", "fixed", "oracle", "never")
+    lasting, fixed, oracle, never = (changes_against(results, word) for word in words)
+    if not (lasting and fixed and oracle and never):
         return ""
-    best = min(fixed, key=fixed.__getitem__)
     far = max(oracle, key=oracle.__getitem__)
     worst = max(never, key=never.__getitem__)
     near = sum(value <= 0.03 for value in oracle.values())
-    below, itself = (-sum(values.values()) / len(values) for values in (fixed, pure))
     rows = (
-        (
-            "27.7 % below `fixed`",
-            f"{below:.1%} on average, at most {-fixed[best]:.1%} ({best})",
-            below >= 0.277,
-        ),
+        ("27.7 % below `lasting`, tp and pp that never change", _below(lasting), _mean(lasting) <= -0.277),
+        ("27.7 % below `fixed`, chosen anew by hand", _below(fixed), _mean(fixed) <= -0.277),
         (
             "within 3 % of `oracle`",
             f"{near} of {len(oracle)}; furthest {oracle[far]:+.1%} ({far})",
@@ -74,14 +68,32 @@ def goals(results: Results) -> str:
             "|---|---|---|",
             *lines,
             "",
-            f"""Against `fixed` the step itself is {itself:.1%} shorter on average; the rest is
-restarts, stalls and work done again. `fixed` is planned by the same exact search and goes on
-choosing its micro-batches, so that tp and pp alone are what adapting adds to a step; where the
-layouts of the start serve to the end that is little. Where nodes vanish, `oracle` has what only it
-can know: it leaves a node before it is lost.
+            f"""The goal of 27.7 % is stated against tp and pp that are fixed while dp follows the GPUs.
+Taken by its words that is `lasting`: tp and pp never change, so they have to fit the longest answers from the
+start, as people choose them who know that running out of memory ends their run. `fixed` begins with the best
+tp and pp for short answers and changes them by hand later, which is adapting, too, at the price of restarts.
+Both are planned by the same exact search and choose their micro-batches anew at every step, so that tp and pp
+alone are what adapting adds to a step. The step itself is {-_mean(_pure(results, "lasting")):.1%} shorter
+than that of `lasting` and {-_mean(_pure(results, "fixed")):.1%} than that of `fixed`; the rest is restarts,
+stalls and work done again. Where nodes vanish, `oracle` has what only it can know: it leaves a node before it
+is lost.
 """,
         ]
     )
+
+
+def _pure(results: Results, word: str) -> dict[str, float]:
+    return changes_against(results, word, "pure_step_s")
+
+
+def _mean(changes: dict[str, float]) -> float:
+    return sum(changes.values()) / len(changes)
+
+
+def _below(changes: dict[str, float]) -> str:
+    best, least = (pick(changes, key=changes.__getitem__) for pick in (min, max))
+    spread = f"from {-changes[least]:.1%} ({least}) to {-changes[best]:.1%} ({best})"
+    return f"{-_mean(changes):.1%} on average, {spread}"
 
 
 def changes_against(results: Results, word: str, of: str = "mean_step_s") -> dict[str, float]:
@@ -114,13 +126,15 @@ others only afterwards (p3, LH and spot had been run with earlier policies; noth
 sake). Plans are of the general space (any dp, pp any divisor of the layers), for `grow` of
 powers of two.
 
-Two things that people do without elasticity, with Nereus's own planner in the place of their experience:
-`fixed` keeps the tp and pp that are best at the start and scales dp with the GPUs, in place, at the same
-price as everybody; micro-batch, recomputation and residency are chosen anew at every step. `frozen` keeps
-micro-batch and recomputation too. Where one fits no more it restarts, by hand, with the best choice of that
+Three things that people do without elasticity, with Nereus's own planner in the place of their experience:
+`lasting` keeps the tp and pp that fit the longest answers of the trace and are fastest at its start, `fixed`
+those that are best at the start; both scale dp with the GPUs, in place, at the same price as everybody, and
+choose micro-batch, recomputation and residency anew at every step. `frozen` is `fixed` with micro-batch and
+recomputation kept too. Where one of these two fits no more it restarts, by hand, with the best choice of that
 moment, before memory runs out. `never` moves as well as can be when forced, and only then. `oracle` knows
 the trace, sudden losses included. Everything that is not a step counts into the mean: transitions, restarts,
-work lost with a node and done again, time in which nothing fits.
+work lost with a node and done again, time in which nothing fits. A node that is announced and goes in the
+middle of a step is left between two stages; where no stage ends in between, what that stage had done is lost.
 """
 
 

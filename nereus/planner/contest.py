@@ -18,9 +18,8 @@ from nereus.errors import ConfigError, explain
 from nereus.planner.adapt import Controller
 from nereus.planner.clairvoyant import nodes_cluster, oracle_controllers, true_request
 from nereus.planner.conditions import Trace
-from nereus.planner.fixed import Choice, Fix
-from nereus.planner.held import best, layout_fixes, sizes_of
-from nereus.planner.plan import Plan
+from nereus.planner.held import best
+from nereus.planner.lasting import lasting_request, with_cuts
 from nereus.planner.policies.configured import policy_of
 from nereus.planner.policies.dp_scaling import DpScaling
 from nereus.planner.replay_run import Run
@@ -29,9 +28,22 @@ from nereus.planner.simulate import replay
 from nereus.planner.transition_time import FixedCosts
 
 BY_HAND = ("fixed", "frozen")
-UNCONFIGURED = (*BY_HAND, "oracle")
+LASTING = ("cautious", "lasting")
+UNCONFIGURED = (*BY_HAND, *LASTING, "oracle")
 """Words that stand for no policy a job can be given."""
-WORDS = ("fixed", "frozen", "never", "any_gain", "every_N", "verl_gate", "payback", "payback=GAMMA", "oracle")
+WORDS = (
+    "fixed",
+    "frozen",
+    "cautious",
+    "lasting",
+    "never",
+    "any_gain",
+    "every_N",
+    "verl_gate",
+    "payback",
+    "payback=GAMMA",
+    "oracle",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,10 @@ class Contest:
             return replay(controllers.__getitem__, self.trace, seed=self.seed, policy=word)
         if word in BY_HAND:
             return replay(self._by_hand(word).__getitem__, self.trace, seed=self.seed, policy=word)
+        if word in LASTING:
+            controller = replace(self._controller(NeverPolicy()), policy=DpScaling(name=word))
+            request = lasting_request(self.request, self.trace, options=word == "cautious")
+            return replay(replace(controller, request=request), self.trace, seed=self.seed, policy=word)
         return replay(self._controller(parse_policy(word)), self.trace, seed=self.seed, policy=word)
 
     def _controller(self, policy: Policy) -> Controller:
@@ -81,10 +97,7 @@ class Contest:
             if fixed is None or self._none_fits(replace(asked, fixed=fixed.fixed, placement=fixed.placement)):
                 plan = best(asked, self.request.cluster)
                 if plan is not None:
-                    fixes = (*self.request.fixed, *layout_fixes(sizes_of(plan), dp=False))
-                    if word == "frozen":
-                        fixes += _option_fixes(plan)
-                    fixed = replace(self.request, fixed=fixes, placement=plan.arrangement.placement)
+                    fixed = with_cuts(self.request, plan, options=word == "frozen")
                     is_new = bool(out)
             costs = by_hand if is_new else self.costs
             out.append(replace(controller, request=fixed or self.request, costs=costs))
@@ -92,23 +105,6 @@ class Contest:
 
     def _none_fits(self, request: PlanRequest) -> bool:
         return best(request, self.request.cluster) is None
-
-
-def _option_fixes(plan: Plan) -> tuple[Fix, ...]:
-    """A plan's micro-batches and recomputation as fixed choices. Engines see to residency by themselves."""
-    values = (
-        (item.model_stage, choice, value)
-        for item in plan.assignments
-        for choice, value in (
-            (Choice.MICRO_BATCH, item.option.micro_batch),
-            (Choice.RECOMPUTE, item.option.recompute),
-        )
-    )
-    return tuple(
-        Fix(scope=str(stage), choice=choice, value=value)
-        for stage, choice, value in values
-        if value is not None
-    )
 
 
 def parse_policy(word: str) -> Policy:

@@ -24,7 +24,7 @@ from tests.planner.plan_requests import request
 
 JOB = request("2x8xH100", batch=512, algorithm=Algorithm.GRPO)
 COSTS = FixedCosts(transition_s=1.0, restart_s=300.0)
-EVERYONE = ("fixed", "frozen", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
+EVERYONE = ("lasting", "fixed", "frozen", "never", "any_gain", "every_3", "verl_gate", "payback", "oracle")
 
 
 def contest(trace: Trace, **changes: object) -> Contest:
@@ -96,6 +96,32 @@ def test_work_lost_with_a_node_is_done_again_and_an_announced_loss_loses_none() 
     assert sudden.num_steps == announced.num_steps == 6
     assert sudden.rows[-1].used_gpus <= 8
     assert announced.rows[2].used_gpus <= 8
+
+
+def test_a_notice_in_the_middle_of_a_step_keeps_what_its_stages_have_done() -> None:
+    lengths = growing_lengths(1, 6, start=500, end=520, noise=0.0)
+
+    def run(notice_s: float) -> Run:
+        supply = (*steady_supply(2), SupplyEvent(at_s=170.0, node=1, joins=False, notice_s=notice_s))
+        trace = trace_of("loss", supply, lengths, step_s=60.0, most_nodes=2)
+        return contest(trace).run("payback")
+
+    sudden, told = run(0.0), run(49.0)  # the step spans [120, 180): told at 121, gone at 170
+    assert sudden.redone_s > 0
+    assert told.redone_s == 0
+    assert told.num_restarts == 0
+    assert told.rows[2].num_transitions == 1
+    assert told.rows[1].step_s < told.rows[2].step_s < told.rows[3].step_s  # its end ran on half of the GPUs
+
+
+def test_lasting_layouts_fit_to_the_end_without_a_restart() -> None:
+    lengths = growing_lengths(1, 12, start=500, end=6000, noise=0.0)
+    made = contest(trace_of("lasting", steady_supply(2), lengths, step_s=60.0, most_nodes=2))
+    lasting, fixed = made.run("lasting"), made.run("fixed")
+    assert lasting.num_restarts == lasting.stalled_s == 0
+    cuts = [[part.split()[1:3] for part in row.plan.split(", ")] for row in lasting.rows]
+    assert all(cut == cuts[0] for cut in cuts)
+    assert fixed.rows[0].step_s <= lasting.rows[0].step_s  # nothing is faster at the start than the best
 
 
 def test_a_job_without_gpus_stalls_and_restarts() -> None:
