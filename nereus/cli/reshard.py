@@ -34,8 +34,8 @@ To = Annotated[
     str,
     typer.Option(
         "--to",
-        metavar="tp=N,pp=N",
-        help="The layout to cut for; layers=10+12 splits the layers unevenly.",
+        metavar="tp=N,pp=N,ep=N",
+        help="The layout to cut for; layers=10+12 splits the layers unevenly, ep=N divides experts.",
         show_default=False,
     ),
 ]
@@ -115,19 +115,20 @@ def read_layout(text: str, spec: ModelSpec) -> Layout:
     values: dict[str, str] = {}
     for word in text.split(","):
         key, _, value = word.strip().partition("=")
-        if key not in ("tp", "pp", "layers") or key in values or not value.replace("+", "").isdigit():
+        if key not in ("tp", "pp", "ep", "layers") or key in values or not value.replace("+", "").isdigit():
             raise ConfigError(
                 explain(
                     f"cannot read the layout {text!r}",
                     values=f"at {word.strip()!r}",
-                    rule="it is tp=N,pp=N and, for an uneven split, layers=N+N+...",
+                    rule="it is tp=N,pp=N,ep=N and, for an uneven split, layers=N+N+...",
                     remedy="write for example --to tp=2,pp=2",
                 )
             )
         values[key] = value
     layers = tuple(int(part) for part in values["layers"].split("+")) if "layers" in values else None
     tp, pp = int(values.get("tp", 1)), int(values.get("pp", len(layers) if layers else 1))
-    return Layout.make(spec, tp=tp, pp=pp, ranks=tuple(range(tp * pp)), layers=layers)
+    ep = int(values.get("ep", 1))
+    return Layout.make(spec, tp=tp, pp=pp, ep=ep, ranks=tuple(range(tp * pp * ep)), layers=layers)
 
 
 def show_plan(console: Console, opened: Opened, conversion: Conversion, target: Path) -> None:
@@ -136,9 +137,7 @@ def show_plan(console: Console, opened: Opened, conversion: Conversion, target: 
     kinds = ", ".join(f"{kind} {str(d).removeprefix('torch.')}" for kind, d in conversion.dtypes.items())
     console.print(f"from [bold]{opened.folder}[/bold] ({opened.format})")
     console.print(f"     {opened.spec.num_elements:,} weights in {len(opened.spec.tensors)} tensors: {kinds}")
-    console.print(
-        f"to   [bold]{target}[/bold] tp={layout.tp} pp={layout.pp}, {_size(conversion.total_bytes)}"
-    )
+    console.print(f"to   [bold]{target}[/bold] {layout.sizes_text}, {_size(conversion.total_bytes)}")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("file", "pp", "tp", "layers", "boxes", "size"):
         table.add_column(heading, justify="left" if heading in ("file", "layers") else "right")

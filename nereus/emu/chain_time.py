@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from nereus.emu.chains import Chain
 from nereus.emu.layout import Rank
+from nereus.emu.partition import Cut, cut_of
 from nereus.emu.reshard import Limits, plan_reshard
 from nereus.emu.shard_bytes import Sizes
 from nereus.emu.tensor import ModelSpec
@@ -25,10 +26,10 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
     """
 
     nodes = [frozenset(ranks) for ranks in topology.nodes]
-    largest: dict[tuple[str, int, tuple[int, ...]], int] = {}
+    largest: dict[tuple[str, Cut], int] = {}
 
     def shard(unit: Unit) -> int:
-        key = (unit.id.model_stage, unit.layout.tp, unit.layout.layers)
+        key = (unit.id.model_stage, cut_of(unit.layout))
         if key not in largest:
             largest[key] = max(sizes(unit))
         return largest[key]

@@ -1,4 +1,4 @@
-"""The shape of a Llama-style decoder, read from a Hugging Face `config.json` in either dialect.
+"""The shape of a Llama-style decoder, dense or of experts, from a Hugging Face `config.json`, old or new.
 
 Pure: the planner reads it too, so nothing here may load torch. `decoder_spec` turns the shape into the
 logical tensors (Hugging Face names, unfused, unpadded) and the fused rules that the torch engine stores.
@@ -20,9 +20,16 @@ from nereus.errors import ModelError, explain
 Head = Literal["lm", "value"]
 DType = Literal["bf16", "fp16", "fp32"]
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+SUPPORTED: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _DTYPES: Mapping[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_ARCHITECTURE = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_ARCHITECTURE: Mapping[Family, str] = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +75,61 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
-    """All that the engine and the planner need to know of a dense decoder with grouped-query attention."""
+class Experts:
+    """The feed-forward part of a mixture: `num` experts of the decoder's intermediate width in every layer.
 
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    A token visits the `per_token` likeliest of a softmax over all; with `normalized` their weights are
+    divided by their sum.
+    """
+
+    num: int
+    per_token: int
+    normalized: bool = True
+
+    @classmethod
+    def from_hf(cls, family: Family, config: Mapping[str, Any]) -> Experts | None:
+        """Read what a Mixtral or Qwen3-MoE config says; None for a dense family.
+
+        Raises ModelError where a layer has no experts, or a token visits more experts than there are.
+        """
+        if family not in ("qwen3_moe", "mixtral"):
+            return None
+        if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step", 1)) != 1:
+            raise ModelError(
+                explain(
+                    "cannot read the model's config",
+                    values=f"mlp_only_layers={config.get('mlp_only_layers')} "
+                    f"decoder_sparse_step={config.get('decoder_sparse_step')}",
+                    rule="every layer must be a mixture of experts",
+                    remedy="use a checkpoint without dense layers",
+                )
+            )
+        num = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        per_token = int(config.get("num_experts_per_tok") or 0)
+        if not 1 <= per_token <= num:
+            raise ModelError(
+                explain(
+                    "cannot read the model's config",
+                    values=f"{num} experts, {per_token} for a token",
+                    rule="a token visits at least one expert and at most all",
+                )
+            )
+        # Mixtral always divides by the sum; Qwen3-MoE does where the flag says so.
+        return cls(
+            num=num,
+            per_token=per_token,
+            normalized=family == "mixtral" or bool(config.get("norm_topk_prob", False)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """All that the engine and the planner need to know of a decoder with grouped-query attention.
+
+    With `experts` the decoder is a mixture and `intermediate_size` is the width of one expert.
+    """
+
+    family: Family = "llama"
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -79,6 +137,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    experts: Experts | None = None
     tied: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -107,7 +166,7 @@ class DecoderConfig:
                     "cannot read the model's config",
                     values=f"model_type={family!r}",
                     rule=f"supported model types are {', '.join(SUPPORTED)}",
-                    remedy="use a Llama, Qwen2/2.5 or Qwen3 dense checkpoint",
+                    remedy="use a Llama, Qwen2/2.5, Qwen3, Qwen3-MoE or Mixtral checkpoint",
                 )
             )
         required = (
@@ -115,7 +174,7 @@ class DecoderConfig:
             "hidden_size",
             "num_hidden_layers",
             "num_attention_heads",
-            "intermediate_size",
+            "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size",
         )
         missing = [key for key in required if key not in config]
         if missing:
@@ -134,7 +193,8 @@ class DecoderConfig:
                     rule="only silu is supported",
                 )
             )
-        if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        slides = config.get("sliding_window") if family == "mixtral" else config.get("use_sliding_window")
+        if slides or "sliding_attention" in (config.get("layer_types") or ()):
             raise ModelError(
                 explain(
                     "cannot read the model's config",
@@ -154,11 +214,12 @@ class DecoderConfig:
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            intermediate_size=int(config["intermediate_size"]),
+            intermediate_size=int(config[required[-1]]),
+            experts=Experts.from_hf(family, config),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=(family == "qwen2" or attention_bias) if qkv_bias is None else qkv_bias,
             attention_out_bias=attention_bias and family != "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             norm_eps=float(config.get("rms_norm_eps", 1e-5)),
             max_positions=int(config.get("max_position_embeddings", 2048)),
             rope=Rope.from_hf(config),
@@ -231,8 +292,10 @@ class DecoderConfig:
             else next(iter(self.eos_token_ids), None),
             "pad_token_id": self.pad_token_id,
         }
-        if self.family != "qwen2":
+        if self.family not in ("qwen2", "mixtral"):
             out["attention_bias"] = self.qkv_bias
+        if self.experts is not None:
+            out |= self._experts_to_hf(self.experts)
         if self.family == "llama":
             out["mlp_bias"] = False
         if self.head == "value":
@@ -247,8 +310,21 @@ class DecoderConfig:
                 }
         return out
 
+    def _experts_to_hf(self, experts: Experts) -> dict[str, Any]:
+        out: dict[str, Any] = {"num_experts_per_tok": experts.per_token, "output_router_logits": False}
+        if self.family == "mixtral":
+            return out | {"num_local_experts": experts.num, "sliding_window": None}
+        return out | {
+            "num_experts": experts.num,
+            "moe_intermediate_size": self.intermediate_size,
+            "norm_topk_prob": experts.normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
 
 EMBED = "model.embed_tokens.weight"
+ROUTER = "mlp.gate.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
@@ -263,8 +339,9 @@ def decoder_spec(
     way.
 
     q, k, v (and their biases) are stored fused in `qkv_order`, gate and up in blocks; the vocabulary is
-    padded up to a multiple of `vocab_multiple * tp` rows. With a value head there is no `lm_head` and
-    nothing is tied. Adapters come last.
+    padded up to a multiple of `vocab_multiple * tp` rows. The experts of a layer are three tensors whose dim
+    0 counts them, stored as they are. With a value head there is no `lm_head` and nothing is tied. Adapters
+    come last.
     """
     h, d, kv = config.hidden_size, config.head_dim, config.num_kv_heads
     group = config.num_heads // kv
@@ -283,8 +360,15 @@ def decoder_spec(
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}."
 
-        def add(name: str, shape: tuple[int, ...], cut: Cut, at: str = at, layer: int = layer) -> None:
-            tensors.append(TensorSpec(name=at + name, shape=shape, cut=cut, place=layer))
+        def add(
+            name: str,
+            shape: tuple[int, ...],
+            cut: Cut,
+            at: str = at,
+            layer: int = layer,
+            experts: bool = False,
+        ) -> None:
+            tensors.append(TensorSpec(name=at + name, shape=shape, cut=cut, place=layer, experts=experts))
 
         add("input_layernorm.weight", (h,), whole)
         for letter, heads, cut in (("q", config.num_heads, query), ("k", kv, key), ("v", kv, key)):
@@ -301,6 +385,13 @@ def decoder_spec(
         if config.attention_out_bias:
             add("self_attn.o_proj.bias", (h,), whole)
         add("post_attention_layernorm.weight", (h,), whole)
+        if config.experts is not None:
+            num, width = config.experts.num, config.intermediate_size
+            add(ROUTER, (num, h), whole)
+            add("mlp.experts.gate_proj.weight", (num, width, h), cols, experts=True)
+            add("mlp.experts.up_proj.weight", (num, width, h), cols, experts=True)
+            add("mlp.experts.down_proj.weight", (num, h, width), Even(dim=2), experts=True)
+            continue
         add("mlp.gate_proj.weight", (config.intermediate_size, h), rows)
         add("mlp.up_proj.weight", (config.intermediate_size, h), rows)
         fused.append(
@@ -325,4 +416,5 @@ def decoder_spec(
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=kv,
+        num_experts=0 if config.experts is None else config.experts.num,
     )

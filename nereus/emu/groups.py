@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as Client
 
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.partition import cut_of
 from nereus.emu.store import StoreAddress, connect, meet
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit_groups import UnitGroups
@@ -136,14 +137,15 @@ class Generation:
     def unit_groups(self, units: Sequence[Layout], *, model: ModelSpec) -> UnitGroups | None:
         """This worker's groups in the units of one model-stage; None when it holds no part of it.
 
-        Collective over the generation, like `group`. The units have one shape (tp, pp, layers), since data
-        parallelism joins equal positions; InvalidLayout is raised otherwise, TransportError as by `group`.
+        Collective over the generation, like `group`. The units have one shape (tp, pp, ep, cp, layers), since
+        data parallelism joins equal positions; InvalidLayout is raised otherwise, TransportError as by
+        `group`.
         """
-        if len({(unit.tp, unit.pp, unit.layers) for unit in units}) > 1:
+        if len({cut_of(unit) for unit in units}) > 1:
             raise InvalidLayout(
                 explain(
                     "cannot build the groups of a model-stage",
-                    values=f"units={[(unit.tp, unit.pp, unit.layers) for unit in units]}",
+                    values=f"units={[f'{unit.text} layers={list(unit.layers)}' for unit in units]}",
                     rule="its units must have one shape",
                     remedy="build them after the transition, when all units have the new layout",
                 )
@@ -173,28 +175,28 @@ class Generation:
 
     def _groups_of(self, unit: Layout, units: Sequence[Layout], model: ModelSpec) -> UnitGroups | None:
         """Every group of one unit, made in one order on all workers; the view of this worker if it is in."""
-        member = self.worker in unit.ranks
-        at = unit.position(self.worker) if member else None
         whole = self.group(unit.ranks)
-        tp = [self.group(unit.tp_group(stage)) for stage in range(unit.pp)]
-        pp = [self.group(unit.pp_group(position)) for position in range(unit.tp)]
-        kv = {ranks: self.group(ranks) for ranks in kv_groups(unit, model.num_kv_heads)}
-        tie = [self.group(ranks) for ranks in tie_groups(unit, model)]
-        dp = [self.group(tuple(other.ranks[i] for other in units)) for i in range(unit.world_size)]
-        if at is None:
+        mine = {
+            name: self._mine(groups)
+            for name, groups in (
+                ("tp", unit.groups("tp")),
+                ("pp", unit.groups("pp")),
+                ("ep", unit.groups("ep") if unit.ep > 1 else []),
+                ("cp", unit.groups("cp") if unit.cp > 1 else []),
+                ("copies", unit.groups("cp", "ep") if unit.cp * unit.ep > 1 else []),
+                ("kv", kv_groups(unit, model.num_kv_heads)),
+                ("tie", tie_groups(unit, model)),
+                ("dp", list(zip(*(other.ranks for other in units), strict=True))),
+            )
+        }
+        if self.worker not in unit.ranks:
             return None
-        on_ends = at.pp in (0, unit.pp - 1)
-        return UnitGroups(
-            layout=unit,
-            rank=self.worker,
-            unit=whole,
-            tp=tp[at.pp],
-            pp=pp[at.tp],
-            kv=next((group for ranks, group in kv.items() if self.worker in ranks), None),
-            tie=tie[at.tp] if tie and on_ends else None,
-            dp=dp[unit.ranks.index(self.worker)],
-            dp_size=len(units),
-        )
+        return UnitGroups(layout=unit, rank=self.worker, unit=whole, dp_size=len(units), **mine)
+
+    def _mine(self, groups: Sequence[tuple[Rank, ...]]) -> ProcessGroup | None:
+        """Make all groups; the one that this worker is in."""
+        made = [(ranks, self.group(ranks)) for ranks in groups]
+        return next((group for ranks, group in made if self.worker in ranks), None)
 
     def leave(self, *, broken: bool = False) -> None:
         """Destroy every group of this generation and its world; the process may then join another.
@@ -215,12 +217,11 @@ def kv_groups(unit: Layout, num_kv_heads: int) -> list[tuple[Rank, ...]]:
     copies = unit.tp // num_kv_heads
     if copies < 2:
         return []
-    stages = [unit.tp_group(stage) for stage in range(unit.pp)]
-    return [ranks[lo : lo + copies] for ranks in stages for lo in range(0, unit.tp, copies)]
+    return [ranks[lo : lo + copies] for ranks in unit.groups("tp") for lo in range(0, unit.tp, copies)]
 
 
 def tie_groups(unit: Layout, model: ModelSpec) -> list[tuple[Rank, ...]]:
-    """First and last stage at each tp position; none without a tied tensor or with one stage only."""
+    """First and last stage at each position of a stage; none without a tied tensor or with one stage only."""
     if unit.pp < 2 or not any(spec.also == "last" for spec in model.tensors):
         return []
-    return [(unit.rank_at(0, position), unit.rank_at(unit.pp - 1, position)) for position in range(unit.tp)]
+    return [(ranks[0], ranks[-1]) for ranks in unit.groups("pp")]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from nereus.emu.arena import TORCH_DTYPE
 from nereus.emu.decoder import HEAD, VALUE_HEAD, DecoderConfig, DType, Head, decoder_spec
+from nereus.emu.hf_names import Stored, stored_as
 from nereus.emu.source import LogicalSource
-from nereus.emu.tensor import Box, ModelSpec, whole
+from nereus.emu.tensor import Box, ModelSpec, TensorSpec, whole
 from nereus.emu.tensor_reader import FLOATS, TensorReader
 from nereus.emu.tensor_writer import Outgoing, sync_folder, write_tensors, write_text
 from nereus.errors import ModelError, explain
@@ -83,7 +84,14 @@ class HFSource:
             )
         if self._draws_head and name == VALUE_HEAD:
             return self._value_head[tuple(slice(lo, hi) for lo, hi in box)]
-        return self._reader.read(name, box)
+        spec = self.spec.by_name[name]
+        stored = stored_as(self.config, spec)
+        if not spec.experts:
+            return self._reader.read(stored[0][0], box)
+        lo, hi = box[0]
+        parts = [self._reader.read(part, box[1:]) for part, _, _ in stored[lo:hi]]
+        # No expert: an empty box, in the dtype of those that there are.
+        return torch.stack(parts) if parts else self._reader.read(stored[0][0], box[1:])[None][:0]
 
     @cached_property
     def _value_head(self) -> Tensor:
@@ -92,13 +100,16 @@ class HFSource:
         return torch.randn(1, self.config.hidden_size, generator=generator) * VALUE_HEAD_STD
 
     def _check(self) -> None:
-        stored, expected = self._reader.tensors, self.spec.by_name
+        stored = self._reader.tensors
+        expected = {
+            name: shape for spec in self.spec.tensors for name, shape, _ in stored_as(self.config, spec)
+        }
         drawn = {VALUE_HEAD} if self._draws_head and self._seed is not None else set()
         missing = [name for name in expected if name not in stored and name not in drawn]
         misshapen = [
-            f"{name} is {list(stored[name].shape)}, not {list(spec.shape)}"
-            for name, spec in expected.items()
-            if name in stored and stored[name].shape != spec.shape
+            f"{name} is {list(stored[name].shape)}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in stored and stored[name].shape != shape
         ]
         unexpected = [name for name in stored if name not in expected and not self._ignored(name)]
         foreign = [
@@ -184,13 +195,9 @@ def _write_weights(
 ) -> None:
     dtype = TORCH_DTYPE[config.dtype]
     tensors = [
-        Outgoing(
-            name=spec.name,
-            shape=spec.shape,
-            dtype=dtype,
-            load=lambda name=spec.name, shape=spec.shape: source.read(kind, name, whole(shape)).to(dtype),  # type: ignore[misc]
-        )
+        _outgoing(source, kind, spec, stored, dtype)
         for spec in decoder_spec(config).tensors
+        for stored in stored_as(config, spec)
     ]
     shards = _into_shards(tensors, max_shard_bytes)
     if len(shards) == 1:
@@ -204,6 +211,17 @@ def _write_weights(
     total = sum(tensor.num_bytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _outgoing(
+    source: LogicalSource, kind: str, spec: TensorSpec, stored: Stored, dtype: torch.dtype
+) -> Outgoing:
+    name, shape, box = stored
+
+    def load() -> Tensor:
+        return source.read(kind, spec.name, box).to(dtype).view(shape)
+
+    return Outgoing(name=name, shape=shape, dtype=dtype, load=load)
 
 
 def _into_shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:

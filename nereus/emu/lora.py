@@ -14,7 +14,7 @@ run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nereus.emu.tensor import Cut, Even, Fused, KvHeads, ModelSpec, Replicated, TensorSpec
@@ -120,10 +120,4 @@ def _part(model: ModelSpec, *, frozen: bool) -> ModelSpec:
 
 
 def _with(model: ModelSpec, tensors: tuple[TensorSpec, ...], fused: tuple[Fused, ...]) -> ModelSpec:
-    return ModelSpec(
-        tensors=tensors,
-        fused=fused,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-    )
+    return replace(model, tensors=tensors, fused=fused)

@@ -10,25 +10,39 @@ blocks, whatever the number of layers and tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus.emu.layout import Layout, Piece, Position, Seat, Shard, shard_at
+from nereus.emu.layout import Grid, Layout, Piece, Seat, Shard, shard_at
 from nereus.emu.tensor import Box, ModelSpec, TensorSpec, box_size
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-Grid = tuple[int, int]  # (tp, slices): how the tensor axis is divided
-Cut = tuple[int, tuple[int, ...], int]  # (tp, layers of every stage, slices): a layout without its ranks
+
+
+class Cut(NamedTuple):
+    """A layout without its ranks."""
+
+    tp: int
+    layers: tuple[int, ...]
+    slices: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    @property
+    def grid(self) -> Grid:
+        """How the ranks of one stage divide its tensors."""
+        return Grid(self.tp, self.slices, self.ep)
 
 
 def cut_of(layout: Layout) -> Cut:
     """The layout without its ranks."""
-    return layout.tp, layout.layers, layout.slices
+    return Cut(layout.tp, layout.layers, layout.slices, layout.ep, layout.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +70,13 @@ class TensorClass:
 
 def exemplar_shard(exemplar: ModelSpec, seat: Seat) -> Shard:
     """What a seat holds of a one-layer model."""
-    tp, slices, place = seat
-    return shard_at(exemplar, tp, (1,), Position(pp=0, tp=place // slices, slice=place % slices), slices)
+    grid, place = seat
+    return shard_at(exemplar, grid.tp, (1,), grid.position(place), grid.slices, grid.ep)
 
 
 @lru_cache(maxsize=4096)
 def pieces_at(exemplar: ModelSpec, seat: Seat) -> dict[str, tuple[Piece, ...]]:
-    """A class's pieces at a place on the tensor axis, by logical name."""
+    """A class's pieces at a seat, by logical name."""
     held = exemplar_shard(exemplar, seat)
     out: dict[str, tuple[Piece, ...]] = {}
     for piece in held.pieces:
@@ -84,7 +98,7 @@ def classes_of(model: ModelSpec) -> tuple[TensorClass, ...]:
         signature = (
             "layer" if isinstance(place, int) else place,
             tied,
-            tuple((spec.shape, spec.cut) for spec in specs),
+            tuple((spec.shape, spec.cut, spec.experts) for spec in specs),
             tuple((tuple(slot[part] for part in rule.parts), rule.order) for rule in rules),
         )
         found.setdefault(signature, []).append((place, tied, specs))
@@ -95,16 +109,14 @@ def _make_class(model: ModelSpec, members: list[tuple[int | str, bool, list[Tens
     rule_of = {part: rule for rule in model.fused for part in rule.parts}
     place, tied, first = members[0]
     is_layer = isinstance(place, int)
-    specs = tuple(
-        TensorSpec(name=s.name, shape=s.shape, cut=s.cut, place=0 if is_layer else s.place, also=s.also)
-        for s in first
-    )
+    specs = tuple(replace(s, place=0) if is_layer else s for s in first)
     exemplar = ModelSpec(
         tensors=specs,
         fused=tuple(dict.fromkeys(rule_of[s.name] for s in first if s.name in rule_of)),
         num_layers=1,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
+        num_experts=model.num_experts,
     )
 
     def stored(spec: TensorSpec) -> str:
@@ -137,8 +149,8 @@ def cell_rows(box: Box) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Atoms:
-    """The cells of a class by holders. `held[tp, slices]` is [tp * slices, num_atoms]; `num_elements` is for
-    one instance.
+    """The cells of a class by holders. `held[grid]` is [grid.size, num_atoms]; `num_elements` is for one
+    instance.
     """
 
     cells: tuple[tuple[Cell, ...], ...]
@@ -151,7 +163,7 @@ def _atoms(exemplar: ModelSpec, source: ModelSpec, grids: tuple[Grid, ...]) -> A
     """Cells lie within one piece of both storages: `exemplar` is the new units', `source` the old units'."""
     cells: list[Cell] = []
     columns: list[Bools] = []
-    holders = [(tp, slices, place) for tp, slices in grids for place in range(tp * slices)]
+    holders = [Seat(grid, place) for grid in grids for place in range(grid.size)]
     held_pieces = [pieces_at(exemplar, seat) for seat in holders]
     source_pieces = held_pieces if source == exemplar else [pieces_at(source, seat) for seat in holders]
     for slot, spec in enumerate(exemplar.tensors):
@@ -181,7 +193,7 @@ def _group(cells: list[Cell], held: Bools, grids: tuple[Grid, ...]) -> Atoms:
         members.setdefault(key.tobytes(), []).append(index)
     atoms = [tuple(cells[i] for i in indices) for indices in members.values()]
     columns = held[:, [indices[0] for indices in members.values()]]
-    starts = np.cumsum([0, *(tp * slices for tp, slices in grids)])
+    starts = np.cumsum([0, *(grid.size for grid in grids)])
     return Atoms(
         cells=tuple(atoms),
         num_elements=np.array([sum(box_size(cell.box) for cell in atom) for atom in atoms], dtype=np.int64),
@@ -219,7 +231,7 @@ class Block:
 class Partition:
     """Blocks that the layouts of `held` hold as a whole.
 
-    `num_elements[b]` are those of a block. `held[cut]` is [pp * tp * slices, num_blocks] in layout order.
+    `num_elements[b]` are those of a block. `held[cut]` is [ranks, num_blocks] in layout order.
     `sources` are `classes` as the old units store them, one for one.
     """
 
@@ -249,8 +261,8 @@ def partition(model: ModelSpec, cuts: tuple[Cut, ...], source: ModelSpec | None 
 
     `source` is the same model as the old units store it, None: as the new ones do.
     """
-    grids = tuple(sorted({(tp, slices) for tp, _, slices in cuts}))
-    splits = tuple(sorted({layers for _, layers, _ in cuts}))
+    grids = tuple(sorted({cut.grid for cut in cuts}))
+    splits = tuple(sorted({cut.layers for cut in cuts}))
     blocks: list[Block] = []
     sizes: list[Ints] = []
     held: dict[Cut, list[Bools]] = {cut: [] for cut in cuts}
@@ -265,10 +277,11 @@ def partition(model: ModelSpec, cuts: tuple[Cut, ...], source: ModelSpec | None 
         for instances in segments.values():
             blocks += [Block(number, tuple(instances), cells) for cells in atoms.cells]
             sizes.append(atoms.num_elements * len(instances))
-            for tp, layers, slices in cuts:
-                stage = stages[layers][instances[0]]
-                rows = stage[:, None, None] & atoms.held[tp, slices][None]
-                held[tp, layers, slices].append(rows.reshape(len(layers) * tp * slices, -1))
+            for cut in cuts:
+                stage = stages[cut.layers][instances[0]]
+                rows = stage[:, None, None, None] & atoms.held[cut.grid][None, None]
+                rows = np.repeat(rows, cut.cp, axis=1)  # ranks along cp hold the same
+                held[cut].append(rows.reshape(-1, rows.shape[-1]))
     return Partition(
         classes=kinds,
         sources=sources,

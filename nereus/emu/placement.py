@@ -104,8 +104,8 @@ def _groups(units: Sequence[Unit]) -> list[Group]:
     for unit in units:
         layout = unit.layout
         out += [
-            list(range(start + stage * layout.tp, start + (stage + 1) * layout.tp))
-            for stage in range(layout.pp)
+            list(range(first, first + layout.tp))
+            for first in range(start, start + layout.world_size, layout.tp)
         ]
         start += layout.world_size
     return out

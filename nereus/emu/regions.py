@@ -67,7 +67,7 @@ def stored_at(exemplar: ModelSpec, name: str, box: Box, seat: Seat) -> Stored:
             )
             shape = _shapes(exemplar, seat)[piece.physical]
             return Stored(number, piece.physical, inner, is_contiguous(inner, shape))
-    raise AssertionError(f"I8: {name}{list(box)} is no part of a piece at (tp, slices, place) {seat}")
+    raise AssertionError(f"I8: {name}{list(box)} is no part of a piece at {seat}")
 
 
 def region_of(part: Partition, piece: Part, seat: Seat, side: Side) -> Region:

@@ -279,5 +279,4 @@ def _matrices(
 
 @lru_cache(maxsize=64)
 def _model_digest(model: ModelSpec) -> str:
-    counts = (model.num_layers, model.num_heads, model.num_kv_heads)
-    return hashlib.sha256(repr((model.tensors, model.fused, counts)).encode()).hexdigest()
+    return hashlib.sha256(repr((model.tensors, model.fused, model.counts)).encode()).hexdigest()

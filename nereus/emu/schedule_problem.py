@@ -20,6 +20,7 @@ from nereus.emu.chains import Chain
 from nereus.emu.footprint import Entries, Ints, ranks_of
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
+from nereus.emu.partition import Cut, cut_of
 from nereus.emu.shard_bytes import Sizes
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit, UnitId
@@ -217,10 +218,10 @@ def _amounts(units: Sequence[Unit], sizes: Sizes) -> Ints:
 
 def _sizes(units: Sequence[Unit], sizes: Sizes) -> Iterator[tuple[int, ...]]:
     """The sizes of every unit. Units of one model-stage and one cut are replicas: they are asked for once."""
-    last: tuple[str, int, tuple[int, ...]] | None = None
+    last: tuple[str, Cut] | None = None
     amounts: tuple[int, ...] = ()
     for unit in units:
-        shape = (unit.id.model_stage, unit.layout.tp, unit.layout.layers)
+        shape = (unit.id.model_stage, cut_of(unit.layout))
         if shape != last:
             last, amounts = shape, sizes(unit)
         yield amounts

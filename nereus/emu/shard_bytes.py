@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from nereus.emu.kinds import Kinds
+from nereus.emu.layout import Grid, Seat
 from nereus.emu.partition import Cut, classes_of, cut_of, pieces_at
 from nereus.emu.tensor import ModelSpec, box_size
 from nereus.emu.unit import Unit
@@ -33,10 +34,10 @@ def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:
 
 @lru_cache(maxsize=4096)
 def _sizes(model: ModelSpec, cut: Cut, width: int) -> tuple[int, ...]:
-    tp, layers, slices = cut
-    elements = [[0] * (tp * slices) for _ in layers]
+    grid, layers = cut.grid, cut.layers
+    elements = [[0] * grid.size for _ in layers]
     for kind in classes_of(model):
-        each = _elements(kind.exemplar, tp) if slices == 1 else _sliced_elements(kind.exemplar, tp, slices)
+        each = (_elements if grid.slices == 1 else _sliced_elements)(kind.exemplar, grid)
         lo = 0
         for stage, num_layers in enumerate(layers):
             if kind.place == "layer":
@@ -45,34 +46,30 @@ def _sizes(model: ModelSpec, cut: Cut, width: int) -> tuple[int, ...]:
                 is_home = stage == (0 if kind.place == "first" else len(layers) - 1)
                 copies = is_home or (kind.tied and stage == len(layers) - 1)
             lo += num_layers
-            for position in range(tp * slices):
+            for position in range(grid.size):
                 elements[stage][position] += copies * each[position]
-    return tuple(count * width for row in elements for count in row)
+    return tuple(count * width for row in elements for _ in range(cut.cp) for count in row)
 
 
 @lru_cache(maxsize=1024)
-def _elements(exemplar: ModelSpec, tp: int) -> tuple[int, ...]:
-    """Stored elements of one instance of a class at every tensor-parallel position."""
+def _elements(exemplar: ModelSpec, grid: Grid) -> tuple[int, ...]:
+    """Stored elements of one instance of a class at every place of a grid without slices."""
     fused = {part for rule in exemplar.fused for part in rule.parts}
     return tuple(
         sum(
-            box_size(spec.cut.box(spec.shape, tp, position))
+            box_size(spec.box(grid.tp, at.tp, grid.ep, at.ep))
             if spec.name in fused
-            else prod(spec.cut.stored_shape(spec.shape, tp, position))
+            else prod(spec.stored_shape(grid.tp, at.tp, grid.ep, at.ep))
             for spec in exemplar.tensors
         )
-        for position in range(tp)
+        for at in map(grid.position, range(grid.size))
     )
 
 
 @lru_cache(maxsize=1024)
-def _sliced_elements(exemplar: ModelSpec, tp: int, slices: int) -> tuple[int, ...]:
-    """Stored elements of one instance of a class at every place of the tensor axis."""
+def _sliced_elements(exemplar: ModelSpec, grid: Grid) -> tuple[int, ...]:
+    """Stored elements of one instance of a class at every place of a grid."""
     return tuple(
-        sum(
-            box_size(piece.box)
-            for held in pieces_at(exemplar, (tp, slices, place)).values()
-            for piece in held
-        )
-        for place in range(tp * slices)
+        sum(box_size(piece.box) for held in pieces_at(exemplar, Seat(grid, place)).values() for piece in held)
+        for place in range(grid.size)
     )

@@ -18,6 +18,7 @@ from nereus.emu.kinds import Kinds, kinds_of, optimizer_kinds, serving_kinds
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.lora import frozen_part, trained_part
 from nereus.emu.optimizer_slices import optimizer_units
+from nereus.emu.partition import cut_of
 from nereus.emu.serving import DEFAULT_SERVING, Serving
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit import Unit, UnitId
@@ -84,6 +85,7 @@ class StageSpec:
     optimizer: AdamW | None = None
     recompute: bool = False
     zero1: bool = False
+    router_balance: float = 0.0
     shares: str | None = None
     train_rows: int | None = None
     score_rows: int | None = None
@@ -170,9 +172,9 @@ class StageSpec:
         }
         options = [f", {name} {rows}" for name, rows in chosen.items() if rows is not None]
         again = ", recompute" if self.recompute and self.role == "training" else ""
-        parts = [tuple(units) for _, units in groupby(self.units, lambda unit: (unit.tp, unit.layers))]
+        parts = [tuple(units) for _, units in groupby(self.units, cut_of)]
         cut = " and ".join(
-            f"tp{units[0].tp} pp{units[0].pp} dp{len(units)} on "
+            f"{units[0].text} dp{len(units)} on "
             + ",".join(str(rank) for unit in units for rank in unit.ranks)
             for units in parts
         )

@@ -2,8 +2,8 @@
 
 A *logical* tensor is unfused and unpadded and is addressed by global coordinates. A *cut* says which box of
 it the holder at some position of the tensor-parallel axis needs, and how many rows the holder stores (more
-than the box where a vocabulary is padded). Everything above works on boxes alone, so a further axis
-(expert, context) is a further cut class and touches no planner.
+than the box where a vocabulary is padded). Expert parallelism divides one more dim of the box, the first of
+a tensor that counts experts; context parallelism divides no tensor. Everything above works on boxes alone.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class TensorSpec:
     """One logical tensor: name, shape, cut, and the pipeline place that holds it.
 
     `place` is a layer index or the first or last stage. `also="last"` marks a tie: the last stage holds the
-    same logical tensor a second time when it is not the first stage too.
+    same logical tensor a second time when it is not the first stage too. With `experts` dim 0 counts experts,
+    which expert parallelism divides; the cut is of another dim.
     """
 
     name: str
@@ -165,6 +166,20 @@ class TensorSpec:
     cut: Cut
     place: Place
     also: Literal["last"] | None = None
+    experts: bool = False
+
+    def box(self, tp: int, position: int, ep: int = 1, expert: int = 0) -> Box:
+        """The logical box at a position of the tensor axis and a position of the expert axis."""
+        box = self.cut.box(self.shape, tp, position)
+        return (Even(dim=0).interval(self.shape[0], ep, expert), *box[1:]) if self.experts else box
+
+    def stored_shape(self, tp: int, position: int, ep: int = 1, expert: int = 0) -> tuple[int, ...]:
+        """The physical shape there."""
+        shape = self.cut.stored_shape(self.shape, tp, position)
+        if not self.experts:
+            return shape
+        lo, hi = Even(dim=0).interval(self.shape[0], ep, expert)
+        return (hi - lo, *shape[1:])
 
 
 def slice_of(spec: TensorSpec, box: Box, slices: int, index: int) -> Box:
@@ -204,6 +219,7 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    num_experts: int = 0
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
@@ -215,9 +231,14 @@ class ModelSpec:
         """Number of logical weights; a tied tensor counts once."""
         return sum(prod(tensor.shape) for tensor in self.tensors)
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Numbers of layers, heads, kv heads and experts."""
+        return self.num_layers, self.num_heads, self.num_kv_heads, self.num_experts
+
     @cached_property
     def _hash(self) -> int:
-        return hash((self.tensors, self.fused, self.num_layers, self.num_heads, self.num_kv_heads))
+        return hash((self.tensors, self.fused, *self.counts))
 
     def __hash__(self) -> int:
         return self._hash

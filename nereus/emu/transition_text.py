@@ -81,7 +81,7 @@ def node_text(graph: TransitionGraph, node: Node, num_bytes: int | None) -> str:
         case Destroy(unit=unit):
             parts[0] += f" {layout_text(layouts[unit])}"
         case Split(unit=unit) | Merge(units=(unit, *_)) | Extend(sources=(unit, *_)):
-            parts.append(f"from tp{layouts[unit].tp} pp{layouts[unit].pp}")
+            parts.append(f"from {layouts[unit].text}")
     if num_bytes is not None:
         parts.append(bytes_text(num_bytes))
     elif not node.leads:
@@ -129,8 +129,8 @@ def chain_text(chain: Chain) -> str:
 
 
 def layout_text(layout: Layout) -> str:
-    """E.g. `tp4 pp2 on 0-7`."""
-    return f"tp{layout.tp} pp{layout.pp} on {ranks_text(layout.ranks)}"
+    """E.g. `tp4 pp2 on 0-7`, ep and cp where they are above 1."""
+    return f"{layout.text} on {ranks_text(layout.ranks)}"
 
 
 def ranks_text(ranks: Iterable[Rank]) -> str:

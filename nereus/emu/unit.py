@@ -64,7 +64,7 @@ class Unit:
 
     def __str__(self) -> str:
         layout = self.layout
-        return f"{self.id} tp={layout.tp} pp={layout.pp} on {list(layout.ranks)}"
+        return f"{self.id} {layout.sizes_text} on {list(layout.ranks)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

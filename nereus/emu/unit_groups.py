@@ -17,9 +17,10 @@ class UnitGroups:
     operations give group ranks (`group_dst`), or map ids with `Generation.world_rank`.
 
     `tp`: the stage's tensor-parallel ranks. `pp`: this position's pipeline. `kv`: the tensor-parallel ranks
-    that hold the same kv head (tp > kv heads). `tie`: first and last stage at this tp position (tied
-    embeddings, pp > 1), present on those two stages only. `dp`: the same position in every unit of the
-    model-stage. `unit`: all ranks of the unit.
+    that hold the same kv head (tp > kv heads). `ep` and `cp`: the ranks along that axis at this position;
+    `copies`: those along both, which hold the same of every tensor but those of experts. `tie`: first and
+    last stage at this position of a stage (tied embeddings, pp > 1), present on those two stages only. `dp`:
+    the same position in every unit of the model-stage. `unit`: all ranks of the unit.
     """
 
     layout: Layout
@@ -27,6 +28,9 @@ class UnitGroups:
     unit: ProcessGroup | None = None
     tp: ProcessGroup | None = None
     pp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    copies: ProcessGroup | None = None
     kv: ProcessGroup | None = None
     tie: ProcessGroup | None = None
     dp: ProcessGroup | None = None

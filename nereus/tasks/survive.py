@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from nereus.emu.engine_limits import check_layout
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.partition import cut_of
 from nereus.emu.stage import StageSpec
 from nereus.errors import Infeasible, InvalidLayout, explain
 from nereus.tasks.stages import GENERATION, TRAINING
@@ -55,25 +57,27 @@ def surviving_units(spec: StageSpec, alive: tuple[Rank, ...]) -> tuple[Layout, .
 
 def is_like(unit: Layout, other: Layout) -> bool:
     """Whether both are cut alike; not so halfway through a transition in two parts."""
-    return (unit.tp, unit.layers) == (other.tp, other.layers)
+    return cut_of(unit) == cut_of(other)
 
 
 def largest_layout(spec: StageSpec, unit: Layout, alive: tuple[Rank, ...]) -> Layout:
-    """The largest layout of one unit on `alive` that the engine runs, with as much of the old tensor
-    parallelism as possible.
+    """The largest layout of one unit on `alive` that the engine runs, with as much of the old parallelism of
+    tensors, of experts and of tokens as possible, in this order.
     """
-    model = spec.tensors
+    model, most = spec.tensors, min(len(alive), unit.world_size)
     sizes = [
-        (tp, pp)
+        (tp, ep, cp, pp)
         for tp in range(1, unit.tp + 1)
+        for ep in range(1, unit.ep + 1)
+        for cp in range(1, unit.cp + 1)
         for pp in range(1, model.num_layers + 1)
-        if tp * pp <= min(len(alive), unit.world_size)
+        if tp * ep * cp * pp <= most
     ]
-    for tp, pp in sorted(sizes, key=lambda size: (-size[0] * size[1], -size[0])):
+    for tp, ep, cp, pp in sorted(sizes, key=lambda size: (-prod(size), *(-part for part in size))):
         try:
-            layout = Layout.make(model, tp=tp, pp=pp, ranks=alive[: tp * pp])
+            layout = Layout.make(model, tp=tp, pp=pp, ep=ep, cp=cp, ranks=alive[: tp * ep * cp * pp])
             check_layout(spec.engine, spec.model, layout)
         except InvalidLayout:
-            continue  # the heads forbid this tp, or the engine does
+            continue  # the heads forbid this tp, the experts this ep, or the engine one of them
         return layout
     raise AssertionError("one rank can hold every model")

@@ -37,7 +37,8 @@ def built(model: ModelSpec, unit: Unit, rank: Rank) -> Store:
     """The rank's shard filled straight from the definition; not to be written to."""
     names = tuple(kind.name for kind in unit.kinds)
     layout = unit.layout
-    return _built(model, names, layout.tp, layout.layers, layout.position(rank), layout.slices)
+    at = layout.position(rank)
+    return _built(model, names, layout.tp, layout.layers, at, layout.slices, layout.ep)
 
 
 @lru_cache(maxsize=256)
@@ -48,11 +49,12 @@ def _built(
     layers: tuple[int, ...],
     position: Position,
     num_slices: int,
+    ep: int,
 ) -> Store:
     out: Store = {}
     for kind in kinds:
         values = logical_values(model, kind)
-        for tensor in shard_at(model, tp, layers, position, num_slices).tensors:
+        for tensor in shard_at(model, tp, layers, position, num_slices, ep).tensors:
             array = np.zeros(tensor.shape, dtype=np.int64)
             for piece in tensor.pieces:
                 array[slices(piece.stored)] = values[piece.logical][slices(piece.box)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nereus.emu.arena import TORCH_DTYPE, ShardState
-from nereus.emu.decoder import DecoderConfig, DType, decoder_spec
+from nereus.emu.decoder import DecoderConfig, DType, Experts, decoder_spec
 from nereus.emu.kinds import Kinds, training_kinds
 from nereus.emu.layout import Layout, Rank, shard
 from nereus.emu.tensor import Box, Fused, ModelSpec
@@ -62,9 +62,10 @@ def differences(found: ShardState, wanted: ShardState) -> list[str]:
 
 
 def random_model(rng: random.Random) -> ModelSpec:
-    """A small decoder with any mixture of grouping, padding, ties, biases and fusing."""
+    """A small decoder with any mixture of grouping, padding, ties, biases, fusing and experts."""
     kv = rng.choice([1, 2, 3, 4])
     heads = kv * rng.choice([1, 2, 4])
+    mixed = rng.random() < 0.4
     config = DecoderConfig(
         family=rng.choice(["llama", "qwen2", "qwen3"]),
         vocab_size=rng.choice([31, 32, 37]),
@@ -73,7 +74,8 @@ def random_model(rng: random.Random) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=rng.choice([2, 4]),
-        intermediate_size=rng.choice([6, 12, 20]),
+        intermediate_size=rng.choice([2, 3]) if mixed else rng.choice([6, 12, 20]),
+        experts=Experts(num=rng.choice([4, 6]), per_token=2) if mixed else None,
         tied=rng.random() < 0.5,
         qkv_bias=rng.random() < 0.5,
         qk_norm=rng.random() < 0.3,
@@ -102,12 +104,14 @@ def random_units(
     """Units of one random shape on a random part of the ranks, in random order, stages split unevenly."""
     while True:
         tp, pp = rng.choice([1, 2, 3, 4, 6, 8]), rng.randint(1, 3)
-        if tp * pp > len(ranks) or pp > model.num_layers:
+        ep, cp = rng.choice([1, 2, 3, 4] if model.num_experts else [1]), rng.choice([1, 1, 1, 2, 3])
+        size = tp * pp * ep * cp
+        if size > len(ranks) or pp > model.num_layers:
             continue
-        dp = rng.randint(1, len(ranks) // (tp * pp))
+        dp = rng.randint(1, len(ranks) // size)
         cuts = sorted(rng.sample(range(1, model.num_layers), pp - 1))
         layers = tuple(hi - lo for lo, hi in zip([0, *cuts], [*cuts, model.num_layers], strict=True))
-        chosen = rng.sample(ranks, tp * pp * dp)
+        chosen = rng.sample(ranks, size * dp)
         try:
             return tuple(
                 Unit(
@@ -117,8 +121,10 @@ def random_units(
                         model,
                         tp=tp,
                         pp=pp,
-                        ranks=tuple(chosen[i * tp * pp : (i + 1) * tp * pp]),
+                        ranks=tuple(chosen[i * size : (i + 1) * size]),
                         layers=layers,
+                        ep=ep,
+                        cp=cp,
                     ),
                     kinds=kinds,
                 )

@@ -52,7 +52,7 @@ def test_an_old_config_without_head_dim_and_kv_heads_gets_both() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "mixtral"}, "model_type='mixtral'"),
+        ({"model_type": "gemma"}, "model_type='gemma'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ({"use_sliding_window": True}, "sliding window"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.groups import Generation, backend_for, kv_groups, tie_groups
-from nereus.emu.layout import Layout
+from nereus.emu.layout import AXES, Layout
 from nereus.emu.store import Store, StoreAddress
 from nereus.errors import InvalidLayout
 from tests.emu.processes import Died, Raised, Workers
@@ -98,6 +98,20 @@ def test_kv_and_tie_groups_follow_the_layout() -> None:
     assert kv_groups(unit(2, 1, 1, 0), 2) == []
     assert tie_groups(layout, MODEL) == [(9, 3), (4, 2), (5, 1), (6, 0)]
     assert tie_groups(unit(2, 1, 1, 0), MODEL) == []
+
+
+def test_groups_along_ep_and_cp_lie_between_those_of_tp_and_pp() -> None:
+    layout = Layout(tp=2, pp=2, ep=2, cp=2, ranks=tuple(range(100, 116)), layers=(1, 1))
+    assert layout.groups("tp")[:2] == [(100, 101), (102, 103)]
+    assert layout.groups("ep")[:2] == [(100, 102), (101, 103)]
+    assert layout.groups("cp")[:2] == [(100, 104), (101, 105)]
+    assert layout.groups("pp")[:2] == [(100, 108), (101, 109)]
+    assert layout.groups("cp", "ep")[0] == (100, 102, 104, 106)
+    assert tie_groups(layout, MODEL)[7] == (107, 115)
+    for rank in layout.ranks:
+        at = layout.position(rank)
+        assert layout.rank_at(at.pp, at.tp, at.ep, at.cp) == rank
+        assert all(sum(rank in group for group in layout.groups(axis)) == 1 for axis in AXES)
 
 
 def test_groups_keep_layout_order_over_generations(workers: Workers, store: Store) -> None:

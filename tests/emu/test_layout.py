@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ def random_layout(rng: random.Random, model: ModelSpec) -> Layout:
         tp, pp = rng.choice([1, 2, 3, 4, 6, 8, 12]), rng.randint(1, model.num_layers)
         cuts = sorted(rng.sample(range(1, model.num_layers), pp - 1))
         layers = tuple(hi - lo for lo, hi in zip([0, *cuts], [*cuts, model.num_layers], strict=True))
-        ranks = tuple(rng.sample(range(200), tp * pp))
+        ep, cp = rng.choice([1, 2, 3, 6] if model.num_experts else [1]), rng.choice([1, 1, 2, 3])
+        ranks = tuple(rng.sample(range(1000), tp * pp * ep * cp))
         try:
-            return Layout.make(model, tp=tp, pp=pp, ranks=ranks, layers=layers)
+            return Layout.make(model, tp=tp, pp=pp, ranks=ranks, layers=layers, ep=ep, cp=cp)
         except InvalidLayout:
             continue
 
@@ -39,9 +41,13 @@ def expected_holders(model: ModelSpec, layout: Layout, spec: TensorSpec) -> NDAr
         if isinstance(spec.place, int):
             here = lo <= spec.place < hi
         if here or (spec.also == "last" and last):
-            for tp in range(layout.tp):
+            for cp, ep, tp in product(range(layout.cp), range(layout.ep), range(layout.tp)):
                 box = spec.cut.box(spec.shape, layout.tp, tp)
-                out[pp * layout.tp + tp][slices(box)] = True
+                if spec.experts:
+                    each = spec.shape[0] // layout.ep
+                    box = ((ep * each, (ep + 1) * each), *box[1:])
+                row = ((pp * layout.cp + cp) * layout.ep + ep) * layout.tp + tp
+                out[row][slices(box)] = True
     return out
 
 

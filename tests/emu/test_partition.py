@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.layout import Position, shard_at
-from nereus.emu.partition import Cut, Partition, classes_of, partition
+from nereus.emu.layout import Layout, shard
+from nereus.emu.partition import Cut, Partition, classes_of, cut_of, partition
 from nereus.emu.tensor import ModelSpec
 from tests.emu.exchange import slices
 from tests.emu.states import random_model
@@ -22,7 +22,7 @@ def random_partition(seed: int) -> tuple[ModelSpec, Partition, list[Cut]]:
     rng = random.Random(seed)
     model = random_model(rng)
     layouts = [random_layout(rng, model) for _ in range(3)]
-    cuts = sorted({(each.tp, each.layers, rng.choice([1, 1, 2, 3])) for each in layouts})
+    cuts = sorted({cut_of(replace(each, slices=rng.choice([1, 1, 2, 3]))) for each in layouts})
     return model, partition(model, tuple(cuts)), cuts
 
 
@@ -45,17 +45,18 @@ def test_blocks_cover_every_element_once(seed: int) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_position_holds_exactly_the_elements_of_its_blocks(seed: int) -> None:
     model, part, cuts = random_partition(seed)
-    for tp, layers, num_slices in cuts:
-        for row in range(tp * len(layers) * num_slices):
+    for cut in cuts:
+        layout = Layout(tp=cut.tp, pp=len(cut.layers), ranks=(), layers=cut.layers, slices=cut.slices)
+        layout = replace(layout, ep=cut.ep, cp=cut.cp)
+        layout = layout.with_ranks(tuple(range(layout.world_size)))
+        for row in layout.ranks:
             held = {spec.name: np.zeros(spec.shape, dtype=bool) for spec in model.tensors}
-            for number in np.flatnonzero(part.held[tp, layers, num_slices][row]):
+            for number in np.flatnonzero(part.held[cut][row]):
                 block = part.blocks[number]
                 for instance, cell in block.items():
                     held[part.classes[block.kind].names[instance][cell.slot]][slices(cell.box)] = True
             want = {spec.name: np.zeros(spec.shape, dtype=bool) for spec in model.tensors}
-            place, part_of = divmod(row, num_slices)
-            at = Position(pp=place // tp, tp=place % tp, slice=part_of)
-            for piece in shard_at(model, tp, layers, at, num_slices).pieces:
+            for piece in shard(model, layout, row).pieces:
                 want[piece.logical][slices(piece.box)] = True
             assert all(np.array_equal(held[name], want[name]) for name in want)
 
@@ -74,7 +75,7 @@ def test_the_number_of_blocks_does_not_grow_with_the_layers() -> None:
         half, quarter = num_layers // 2, num_layers // 4
         return len(
             partition(
-                decoder_spec(config), ((4, (quarter,) * 4, 1), (8, (half, num_layers - half), 1))
+                decoder_spec(config), (Cut(4, (quarter,) * 4), Cut(8, (half, num_layers - half)))
             ).blocks
         )
 
@@ -102,7 +103,7 @@ def test_layers_of_unequal_geometry_are_classes_of_their_own() -> None:
     )
     layers = [kind.layers for kind in classes_of(mixed) if kind.place == "layer"]
     assert layers == [(0, 2), (1, 3)]
-    assert partition(mixed, ((2, (3, 1), 1),)).num_elements.sum() == mixed.num_elements
+    assert partition(mixed, (Cut(2, (3, 1)),)).num_elements.sum() == mixed.num_elements
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.decoder import DecoderConfig, Experts, decoder_spec
 from nereus.emu.kinds import Kind, KindMove, Kinds, serving_kinds, training_kinds
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.operations import Destroy, Extend, Merge, Split
@@ -70,6 +71,55 @@ def units_of(
     )
 
 
+def mixture_units(model: ModelSpec, *sizes: tuple[int, int, int], first: int = 0) -> tuple[Unit, ...]:
+    """Units of (tp, ep, cp) on consecutive ranks."""
+    out, start = [], 0
+    for index, (tp, ep, cp) in enumerate(sizes):
+        ranks = tuple(range(start, start + tp * ep * cp))
+        start += len(ranks)
+        layout = Layout.make(model, tp=tp, pp=1, ep=ep, cp=cp, ranks=ranks)
+        out.append(Unit(id=UnitId("actor.training", first + index), model="actor", kinds=BF16, layout=layout))
+    return tuple(out)
+
+
+def test_ranks_along_cp_are_replicas_that_a_split_makes_units_of_without_a_byte() -> None:
+    model = small_model()
+    plan = plan_reshard(model, mixture_units(model, (2, 1, 2)), mixture_units(model, (2, 1, 1), (2, 1, 1)))
+    check(plan, run(plan, stores_of(plan)))
+    assert plan.bytes == plan.lower_bound == 0
+    back = plan_reshard(model, plan.new, mixture_units(model, (2, 1, 2), first=5))
+    assert back.bytes == 0
+
+
+def test_ranks_along_ep_lack_the_experts_of_one_another_and_nothing_else() -> None:
+    model = small_model(experts=Experts(num=4, per_token=2))
+    experts = sum(prod(spec.shape) for spec in model.tensors if spec.experts) * 14
+    plan = plan_reshard(model, mixture_units(model, (1, 2, 1)), mixture_units(model, (1, 1, 1), (1, 1, 1)))
+    outcome = run(plan, stores_of(plan))
+    check(plan, outcome)
+    assert plan.bytes == plan.lower_bound == outcome.sent_bytes == experts
+    back = plan_reshard(model, plan.new, mixture_units(model, (1, 2, 1), first=5))
+    assert back.bytes == 0, "each keeps its half"
+    trade = plan_reshard(model, mixture_units(model, (2, 1, 1)), mixture_units(model, (1, 2, 1), first=5))
+    check(trade, run(trade, stores_of(trade)))
+    assert trade.bytes == trade.lower_bound > 0
+
+
+def test_every_holder_along_cp_serves_an_extension() -> None:
+    model = small_model()
+    old = mixture_units(model, (1, 1, 4))
+    new = (
+        *old,
+        *(
+            replace(unit, id=UnitId("actor.training", 9), layout=unit.layout.with_ranks((4, 5, 6, 7)))
+            for unit in old
+        ),
+    )
+    plan = plan_reshard(model, old, new)
+    check(plan, run(plan, stores_of(plan)))
+    assert {rank for rank in range(4) if plan.traffic.sent(rank)} == {0, 1, 2, 3}
+
+
 def small_model(**changes: object) -> ModelSpec:
     config = DecoderConfig(
         vocab_size=61,
@@ -92,20 +142,22 @@ def mixed_units(
     wanted = rng.randint(1, 4)
     while len(out) < wanted and free:
         tp, pp = rng.choice([1, 2, 3, 4, 5, 6, 8]), rng.randint(1, 3)
-        if tp * pp > len(free) or pp > model.num_layers:
+        ep, cp = rng.choice([1, 2, 3, 4] if model.num_experts else [1]), rng.choice([1, 1, 1, 2, 3])
+        size = tp * pp * ep * cp
+        if size > len(free) or pp > model.num_layers:
             if out:
                 break
             continue
         cuts = sorted(rng.sample(range(1, model.num_layers), pp - 1))
         layers = tuple(hi - lo for lo, hi in zip([0, *cuts], [*cuts, model.num_layers], strict=True))
         try:
-            layout = Layout.make(model, tp=tp, pp=pp, ranks=tuple(free[: tp * pp]), layers=layers)
+            layout = Layout.make(model, tp=tp, pp=pp, ep=ep, cp=cp, ranks=tuple(free[:size]), layers=layers)
         except InvalidLayout:
             continue
         out.append(
             Unit(id=UnitId("actor.training", first + len(out)), model="actor", kinds=kinds, layout=layout)
         )
-        del free[: tp * pp]
+        del free[:size]
     return tuple(out)
 
 
@@ -549,7 +601,7 @@ def test_i9_ends_agree_and_stay_within_the_limits() -> None:
 
 
 DIGEST_PROGRAM = """
-from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.decoder import DecoderConfig, Experts, decoder_spec
 from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Layout
 from nereus.emu.reshard import plan_reshard

@@ -8,7 +8,7 @@ A slice is packed into a buffer of its own, so that beside the shard one slice i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ class Span:
 
 def slices_of(model: ModelSpec, layout: Layout, position: Position, num_slices: int) -> tuple[Shard, ...]:
     """The slices of the shard at a position, by unit."""
-    at = [Position(pp=position.pp, tp=position.tp, slice=index) for index in range(num_slices)]
-    return tuple(shard_at(model, layout.tp, layout.layers, place, num_slices) for place in at)
+    at = [replace(position, slice=index) for index in range(num_slices)]
+    return tuple(shard_at(model, layout.tp, layout.layers, place, num_slices, layout.ep) for place in at)
 
 
 def spans(shard: Shard, part: Shard) -> tuple[Span, ...]:
