@@ -20,31 +20,75 @@ Problem = tuple[str, str, str]
 """The values, the rule and the remedy of what does not fit."""
 
 
-def check_layout(engine: EngineName, config: DecoderConfig, layout: Layout, *, on_cpu: bool = False) -> None:
-    """Raise InvalidLayout unless the engine can run the model under this layout."""
-    if problem := problem_with(engine, config, layout.tp, layout.pp, on_cpu=on_cpu):
+def check_layout(
+    engine: EngineName,
+    config: DecoderConfig,
+    layout: Layout,
+    *,
+    on_cpu: bool = False,
+    generates: bool = False,
+) -> None:
+    """Raise InvalidLayout unless the engine can run the model under this layout, or generate with it."""
+    sizes = (layout.tp, layout.pp, layout.ep, layout.cp)
+    problem = problem_with(engine, config, *sizes, on_cpu=on_cpu)
+    if generates and layout.cp > 1:
+        problem = _GENERATION
+    if problem is not None:
         values, rule, remedy = problem
         raise InvalidLayout(
             explain(
                 f"cannot cut the model for {engine}",
-                values=f"tp={layout.tp} pp={layout.pp}, {values}",
+                values=f"{layout.sizes_text}, {values}",
                 rule=rule,
                 remedy=remedy,
             )
         )
 
 
+_GENERATION: Problem = (
+    "a decode step has one token of each sequence",
+    "generation divides no sequence over ranks",
+    "give actor_generation a plan of its own with cp=1",
+)
+
+
 def problem_with(
-    engine: EngineName, config: DecoderConfig, tp: int, pp: int, *, on_cpu: bool = False
+    engine: EngineName,
+    config: DecoderConfig,
+    tp: int,
+    pp: int,
+    ep: int = 1,
+    cp: int = 1,
+    *,
+    on_cpu: bool = False,
 ) -> Problem | None:
-    """Why the engine cannot run the model at (tp, pp), None where it can. That the heads can be cut so is
-    taken for granted.
+    """Why the engine cannot run the model at (tp, pp, ep, cp), None where it can. That the heads and experts
+    can be cut so is taken for granted.
     """
+    if engine != "torch" and (problem := _beyond(engine, config, ep, cp)):
+        return problem
     if engine == "vllm":
         return _vllm(config, tp, on_cpu)
     if engine == "megatron":
         return _megatron(config, tp)
     return _deepspeed(config, tp, pp) if engine == "deepspeed" else None
+
+
+def _beyond(engine: EngineName, config: DecoderConfig, ep: int, cp: int) -> Problem | None:
+    """Only the torch engine knows experts, and tokens of one sequence on several ranks."""
+    if config.experts is not None:
+        return (
+            f"{config.experts.num} experts a layer",
+            f"{engine} is driven for dense decoders only",
+            "use engines.training=torch and engines.generation=torch for a mixture of experts",
+        )
+    if max(ep, cp) > 1:
+        return (
+            f"{config.num_layers} layers",
+            f"{engine} is driven with tensor, pipeline and data parallelism only",
+            "choose ep=1 and cp=1, or the torch engine",
+        )
+    return None
 
 
 def _vllm(config: DecoderConfig, tp: int, on_cpu: bool) -> Problem | None:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.decoder import DecoderConfig, Experts, decoder_spec
 from nereus.emu.engine_limits import EngineName, check_layout, problem_with
 from nereus.emu.layout import Layout
 from nereus.errors import InvalidLayout
 from tests.emu.engines.conformance import MODEL, ONE_KV_HEAD
 
 THREE = replace(MODEL, num_heads=6, num_kv_heads=3)
+MIXTURE = replace(MODEL, family="mixtral", experts=Experts(num=4, per_token=2))
 
 
 def layout(config: DecoderConfig, tp: int = 1, pp: int = 1) -> Layout:
@@ -30,6 +31,8 @@ def layout(config: DecoderConfig, tp: int = 1, pp: int = 1) -> Layout:
         ("megatron", replace(MODEL, qkv_bias=True, attention_out_bias=True), 1, 1, "attention_bias"),
         ("deepspeed", MODEL, 4, 1, "equally many whole kv heads"),
         ("deepspeed", MODEL, 1, 2, "PipelineModule"),
+        ("megatron", MIXTURE, 1, 1, "dense decoders only"),
+        ("vllm", MIXTURE, 1, 1, "dense decoders only"),
     ],
 )
 def test_what_an_engine_cannot_cut_is_refused(
@@ -64,3 +67,16 @@ def test_what_an_engine_can_run_is_let_through(
 
 def test_small_heads_are_a_limit_of_cpus_alone() -> None:
     check_layout("vllm", replace(MODEL, head_dim=8), layout(MODEL), on_cpu=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "megatron", "deepspeed"])
+def test_ep_and_cp_are_the_torch_engines_and_cp_is_not_for_generation(engine: EngineName) -> None:
+    spec = decoder_spec(MODEL)
+    ring = Layout.make(spec, tp=1, pp=1, cp=2, ranks=(0, 1))
+    experts = Layout.make(decoder_spec(MIXTURE), tp=1, pp=1, ep=2, ranks=(0, 1))
+    with pytest.raises(InvalidLayout, match="tensor, pipeline and data parallelism only"):
+        check_layout(engine, MODEL, ring)
+    check_layout("torch", MODEL, ring)
+    check_layout("torch", MIXTURE, experts, generates=True)
+    with pytest.raises(InvalidLayout, match=r"cp=2.*divides no sequence"):
+        check_layout("torch", MODEL, ring, generates=True)

@@ -27,7 +27,8 @@ class Rows:
     @classmethod
     def of(cls, packed: Packed) -> Rows:
         """The rows of a micro-batch, padding put back."""
-        num_rows, width, places_n = packed.attend.num_rows, packed.attend.width, packed.attend.places_n
+        rows = packed.causal
+        num_rows, width, places_n = rows.num_rows, rows.width, rows.places_n
         tokens_n, select_m = packed.tokens_n, packed.select_m
         if places_n is not None:
             padded = tokens_n.new_zeros(num_rows * width)

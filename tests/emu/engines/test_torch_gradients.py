@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.emu.arena import Arena, ShardState
 from nereus.emu.decoder import EMBED, DecoderConfig, decoder_spec
 from nereus.emu.engines.torch import optimizer as adam
-from nereus.emu.engines.torch.gradients import owned_spans, partial_gradients, squared_norm
+from nereus.emu.engines.torch.gradients import copy_spans, owned_spans, partial_gradients, squared_norm
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.layout import Layout, shard
 from nereus.emu.source import fill
 from nereus.emu.tensor import ModelSpec
-from tests.emu.engines.torch_cases import LLAMA, QWEN2, QWEN3, Random
+from tests.emu.engines.torch_cases import LLAMA, MIXTRAL, QWEN2, QWEN3, Random
 
 CONFIGS = (
     LLAMA,
@@ -25,11 +26,12 @@ CONFIGS = (
     QWEN3,
     replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=4),
     QWEN2.with_head("value"),
+    MIXTRAL,
 )
 
 
-def layout_of(spec: ModelSpec, tp: int, pp: int) -> Layout:
-    return Layout.make(spec, tp=tp, pp=pp, ranks=tuple(range(tp * pp)))
+def layout_of(spec: ModelSpec, tp: int, pp: int, ep: int = 1, cp: int = 1) -> Layout:
+    return Layout.make(spec, tp=tp, pp=pp, ep=ep, cp=cp, ranks=tuple(range(tp * pp * ep * cp)))
 
 
 @st.composite
@@ -38,9 +40,12 @@ def layouts(draw: st.DrawFn) -> tuple[DecoderConfig, Layout]:
     kv, heads = config.num_kv_heads, config.num_heads
     tps = [tp for tp in range(1, heads + 1) if tp <= kv or (tp % kv == 0 and heads % tp == 0)]
     pp = draw(st.integers(1, config.num_layers))
-    return config, layout_of(decoder_spec(config), draw(st.sampled_from(tps)), pp)
+    ep = draw(st.sampled_from([1, 2, 4] if config.experts else [1]))
+    sizes = draw(st.sampled_from(tps)), pp, ep, draw(st.integers(1, 2))
+    return config, layout_of(decoder_spec(config), *sizes)
 
 
+@settings(deadline=None, max_examples=60)
 @given(layouts())
 def test_every_logical_element_is_counted_once(drawn: tuple[DecoderConfig, Layout]) -> None:
     config, layout = drawn
@@ -79,6 +84,22 @@ def test_head_norms_are_summed_over_tp_only_when_it_is_cut() -> None:
     assert set(parts_of(QWEN3, 2, 1, 0).values()) == {"tp"}
     assert len(parts_of(QWEN3, 2, 1, 0)) == 2 * QWEN3.num_layers
     assert parts_of(QWEN3, 1, 1, 0) == {}
+
+
+def test_gradients_are_summed_over_all_copies_and_those_of_experts_along_cp() -> None:
+    spec = decoder_spec(MIXTRAL)
+    layout = layout_of(spec, 1, 1, 2, 2)
+    held = shard(spec, layout, 0)
+    spans = copy_spans(spec, layout, held)
+    assert [span.axes for span in spans] == ["copies", "cp"] * MIXTRAL.num_layers + ["copies"]
+    assert spans[0].lo == 0
+    assert all(one.hi == other.lo for one, other in pairwise(spans))
+    assert spans[-1].hi == Arena(held, torch.float32).flat.numel()
+    plain = layout_of(spec, 2, 1)
+    assert copy_spans(spec, plain, shard(spec, plain, 0)) == ()
+    assert {p.physical for p in partial_gradients(spec, plain, shard(spec, plain, 0))} == {
+        f"model.layers.{layer}.mlp.gate.weight" for layer in range(MIXTRAL.num_layers)
+    }
 
 
 def test_tied_embeddings_are_summed_over_first_and_last_stage() -> None:

@@ -31,7 +31,7 @@ WEIGHTS_TOLERANCE = 2e-5
 def trained(config: DecoderConfig) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     twin = Twin(config)
     losses, norms, grads = twin.train(BATCH, LOSS, COUNTS, ADAM)
-    return losses, norms, grads, {name: p.detach() for name, p in twin.parameters().items()}
+    return losses, norms, grads, twin.weights()
 
 
 def check_training(pool: Pool, case: Case, sizes: tuple[int, ...] = (3, 2, 2)) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.arena import Arena
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
-from nereus.emu.decoder import DecoderConfig, Rope, decoder_spec
+from nereus.emu.decoder import DecoderConfig, Experts, Rope, decoder_spec
 from nereus.emu.engines.torch.engine import TorchEngine
 from nereus.emu.engines.torch.forward import through_stage
 from nereus.emu.engines.torch.model import final_norm, full_logits
@@ -50,31 +50,51 @@ QWEN2 = replace(
     SMALL, family="qwen2", tied=True, qkv_bias=True, head_dim=8
 )  # transformers ignores head_dim here
 QWEN3 = replace(SMALL, family="qwen3", qk_norm=True, norm_eps=1e-6)
+QWEN3_MOE = replace(
+    QWEN3, family="qwen3_moe", intermediate_size=20, experts=Experts(num=8, per_token=3, normalized=False)
+)
+MIXTRAL = replace(SMALL, family="mixtral", intermediate_size=24, experts=Experts(num=4, per_token=2))
 ADAM = AdamW(eps=1e-5, weight_decay=0.01, max_gradient_norm=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model under a layout: `units` replicas of tp x pp ranks. `folder` replaces the random weights."""
+    """A model under a layout: `units` replicas of tp x pp x ep x cp ranks. `folder` replaces the random
+    weights.
+    """
 
     config: DecoderConfig
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    cp: int = 1
     units: int = 1
     layers: tuple[int, ...] | None = None
     recompute: bool = False
     optimizer: AdamW | None = ADAM
+    router_balance: float = 0.0
     folder: str | None = None
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.units
+        return self.unit_size * self.units
+
+    @property
+    def unit_size(self) -> int:
+        return self.tp * self.pp * self.ep * self.cp
 
     def layout(self, unit: int) -> Layout:
         """The unit's layout; its ranks descend, since a layout's order is often not ascending."""
-        size = self.tp * self.pp
-        ranks = tuple(reversed(range(unit * size, (unit + 1) * size)))
-        return Layout.make(decoder_spec(self.config), tp=self.tp, pp=self.pp, ranks=ranks, layers=self.layers)
+        size = self.unit_size
+        return Layout.make(
+            decoder_spec(self.config),
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            cp=self.cp,
+            ranks=tuple(reversed(range(unit * size, (unit + 1) * size))),
+            layers=self.layers,
+        )
 
 
 class Random:
@@ -171,7 +191,12 @@ def engine_in(
 def build(case: Case, groups: UnitGroups) -> TorchEngine:
     """The case's engine on one rank, with its weights."""
     engine = TorchEngine(
-        case.config, groups.layout, groups, optimizer=case.optimizer, recompute=case.recompute
+        case.config,
+        groups.layout,
+        groups,
+        optimizer=case.optimizer,
+        recompute=case.recompute,
+        router_balance=case.router_balance,
     )
     source: LogicalSource = HFSource(case.folder) if case.folder else Random(case.config)
     fill(engine.state, source, {kind: "theta" for kind in ("theta", "master") if kind in engine.state.arenas})

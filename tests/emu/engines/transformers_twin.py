@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +27,7 @@ class Twin:
         self.model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation="eager"
         ).float()
-        weights = dict(Random(config).tensors)
+        weights = joined(Random(config).tensors)
         self.score = weights.pop(VALUE_HEAD, torch.zeros(1, config.hidden_size)).requires_grad_()
         lost = self.model.load_state_dict(weights, strict=False)
         assert not lost.unexpected_keys, lost
@@ -69,7 +70,7 @@ class Twin:
         return torch.stack(rows)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Trained tensors by logical name; a tied one once."""
+        """Trained tensors by transformers' name; a tied one once."""
         named = dict(self.model.named_parameters())
         if self.config.head == "value":
             named.pop("lm_head.weight", None)
@@ -101,7 +102,35 @@ class Twin:
             losses.append(float(share.detach()))
             optimizer.step()
         zero = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
-        return losses, norms, {n: zero[n] if p.grad is None else p.grad for n, p in self.parameters().items()}
+        grads = {n: zero[n] if p.grad is None else p.grad for n, p in self.parameters().items()}
+        return losses, norms, parted(grads)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trained tensors by logical name."""
+        return parted({name: p.detach() for name, p in self.parameters().items()})
+
+
+def joined(logical: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as transformers holds them: gate and up of the experts of a layer are one."""
+    out = dict(logical)
+    for name in logical:
+        if name.endswith("mlp.experts.gate_proj.weight"):
+            at = name.removesuffix("gate_proj.weight")
+            parts = [out.pop(at + part) for part in ("gate_proj.weight", "up_proj.weight")]
+            out[at + "gate_up_proj"] = torch.cat(parts, dim=1)
+            out[at + "down_proj"] = out.pop(at + "down_proj.weight")
+    return out
+
+
+def parted(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of `joined`."""
+    out = dict(held)
+    for name in held:
+        if name.endswith("mlp.experts.gate_up_proj"):
+            at = name.removesuffix("gate_up_proj")
+            out[at + "gate_proj.weight"], out[at + "up_proj.weight"] = out.pop(name).chunk(2, dim=1)
+            out[at + "down_proj.weight"] = out.pop(at + "down_proj")
+    return out
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,8 @@ from torch import Tensor
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.batch import TrainBatch
 from nereus.emu.engines.torch.forward import Stage, scores_of, through_stage
-from nereus.emu.engines.torch.packing import pack
+from nereus.emu.engines.torch.packing import Packed, pack
+from nereus.emu.engines.torch.token_share import TokenShare
 from nereus.emu.loss import Loss
 from nereus.emu.unit_groups import UnitGroups
 
@@ -30,18 +31,22 @@ def accumulate(
 ) -> dict[str, Tensor]:
     """Add the gradients of all micro-batches; returns this unit's sums by name, `loss` among them.
 
-    Collective over the unit. The sums are known to the last stage only; elsewhere the mapping is empty.
+    Collective over the unit. The sums are those of this rank's rows, known to the last stage only; elsewhere
+    the mapping is empty.
     """
     device = stage.table.device
-    trimmed = [batch.trimmed() for batch in micro_batches]
-    packed = [pack(batch.batch).to(device) for batch in trimmed]
+    tokens = TokenShare.of(groups)
+    trimmed = [tokens.train(batch) for batch in micro_batches]
+    packed = [pack(batch.batch, share=tokens).to(device) for batch in trimmed]
+    if stage.balance:
+        packed = balanced(packed, stage.balance, groups)
     sums: dict[str, Tensor] = {}
 
     def loss_of(number: int, x_mh: Tensor) -> Tensor:
         scores = scores_of(
             stage, packed[number], x_mh, temperature=loss.temperature, entropy=loss.needs_entropy
         )
-        share, parts = loss(scores, on_device(device, trimmed[number]), counts)
+        share, parts = loss(tokens.whole(scores), on_device(device, trimmed[number]), counts)
         add_sums(sums, {"loss": share} | parts)
         return share
 
@@ -56,6 +61,17 @@ def accumulate(
     return sums
 
 
+def balanced(packed: Sequence[Packed], coefficient: float, groups: UnitGroups) -> list[Packed]:
+    """The micro-batches with the weight of the loss that evens the load of experts: over a rank's tokens, and
+    over all ranks that have tokens of their own. Ranks along tp share a token's router, whose gradient is
+    summed over them.
+    """
+    layout = groups.layout
+    tokens = sum(one.num_tokens for one in packed)
+    each = coefficient / (tokens * layout.ep * layout.cp * layout.tp * groups.dp_size)
+    return [replace(one, balance=each * one.num_tokens) for one in packed]
+
+
 def add_sums(sums: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
     """Add what one micro-batch's loss reports to the unit's sums, in float64."""
     for name, value in parts.items():
@@ -63,11 +79,15 @@ def add_sums(sums: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
 
 
 def total_sums(sums: dict[str, Tensor], groups: UnitGroups, device: torch.device) -> dict[str, float]:
-    """The sums over all units, on every rank: over dp on the last stage, then to the stages before it."""
-    if groups.dp is not None and sums:
-        total = torch.stack(list(sums.values()))
-        dist.all_reduce(total, group=groups.dp)
-        sums = dict(zip(sums, total, strict=True))
+    """The sums over all units, on every rank: over ep and dp on the last stage, then to the stages before it.
+
+    Ranks along cp know the sums of whole rows.
+    """
+    for group in (groups.ep, groups.dp):
+        if group is not None and sums:
+            total = torch.stack(list(sums.values()))
+            dist.all_reduce(total, group=group)
+            sums = dict(zip(sums, total, strict=True))
     known = {name: float(value) for name, value in sums.items()}
     if groups.pp is None:
         return known

@@ -15,7 +15,7 @@ import torch
 
 from nereus.emu.tracing import recording
 
-COLLECTIVES = ("tensor_parallel", "data_parallel")
+COLLECTIVES = ("tensor_parallel", "expert_parallel", "context_parallel", "data_parallel")
 
 _running: list[Clock] = []
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nereus.emu.batch import TokenBatch
+from nereus.emu.engines.torch.attention import CausalAttention
 from nereus.emu.engines.torch.cached_attention import PromptAttention, StepAttention
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.kv_cache import KVCache
 from nereus.emu.engines.torch.model import embed, final_norm, full_logits, run_layers
-from nereus.emu.engines.torch.packing import Packed, pack
+from nereus.emu.engines.torch.packing import pack
 from nereus.emu.unit_groups import UnitGroups
 
 
@@ -97,17 +98,18 @@ class DecodeForward:
         self, prompts: TokenBatch, num_slots: int, rows_b: Tensor, prompts_b: Tensor
     ) -> Tensor | None:
         packed = pack(prompts.trimmed(), "last").to(self._stage.table.device)
+        inner = packed.causal
         attend = PromptAttention(
-            inner=packed.attend,
+            inner=inner,
             cache=self.cache,
             num_prompts=prompts.num_rows,
             num_slots=num_slots,
-            slots_n=_slots(packed, prompts.prompt_lens_b, num_slots),
+            slots_n=_slots(inner, packed.tokens_n.device, prompts.prompt_lens_b, num_slots),
             rows_b=rows_b.to(self._stage.table.device),
             prompts_b=prompts_b.to(self._stage.table.device),
         )
         x_nh = self._enter(packed.tokens_n)
-        rotation = self._stage.table.at(packed.positions_n, packed.attend.width)
+        rotation = self._stage.table.at(packed.positions_n, inner.width)
         select_m = packed.select_m if self.is_last else None
         return self._leave(run_layers(x_nh, self._stage.weights, rotation, attend, select_m=select_m))
 
@@ -168,14 +170,14 @@ def _distinct(tokens_bs: Tensor, lens_b: Tensor) -> tuple[TokenBatch, Tensor]:
     return batch, of_b
 
 
-def _slots(packed: Packed, lens_u: Tensor, num_slots: int) -> Tensor | None:
+def _slots(attend: CausalAttention, device: torch.device, lens_u: Tensor, num_slots: int) -> Tensor | None:
     """Where each token goes in the flattened [u, num_slots] of prompts aligned at their ends, or one past it
     for the padding that is computed along.
     """
-    width, places_n = packed.attend.width, packed.attend.places_n
+    width, places_n = attend.width, attend.places_n
     if bool((lens_u == num_slots).all()):
         return None
-    lens_u = lens_u.to(packed.tokens_n.device)
+    lens_u = lens_u.to(device)
     if places_n is None:
         places_n = torch.arange(len(lens_u) * width, device=lens_u.device)
     rows_n, positions_n = places_n // width, places_n % width

@@ -1,4 +1,4 @@
-"""The torch engine: scoring and training of one shard, for Llama, Qwen2 and Qwen3 decoders.
+"""The torch engine: scoring and training of one shard, for Llama, Qwen2, Qwen3 and mixtures of experts.
 
     micro-batches --> forward, backward --> partial gradients --> units --> norm, clip --> AdamW
                       (1F1B when pp > 1)    kv, tp, tie groups    dp group   unit group    flat arenas
@@ -22,6 +22,7 @@ from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engines.protocol import TORN
 from nereus.emu.engines.torch.accumulate import accumulate
 from nereus.emu.engines.torch.clock import Clock
+from nereus.emu.engines.torch.experts import ExpertGroup
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.rope import RopeTable
@@ -40,7 +41,8 @@ class TorchEngine:
     Without `state` the arenas are new and zero: `fill` them. With it the engine takes over arenas that a
     transaction has prepared; they must be of this layout's shard and hold every kind of state. The arenas of
     all kinds but theta are of what is trained: of a model with adapters of these alone, and with `zero1`,
-    where the units share the optimizer's state, of this unit's slice.
+    where the units share the optimizer's state, of this unit's slice. `router_balance` is the coefficient of
+    the loss that evens the load of a mixture's experts.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TorchEngine:
         recompute: bool = False,
         state: ShardState | None = None,
         zero1: bool = False,
+        router_balance: float = 0.0,
     ) -> None:
         self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
         self._config, self._groups = config, groups
@@ -74,9 +77,10 @@ class TorchEngine:
         if self._grad is not None:
             views |= leaves(theta.part(self._grad.shard), self._grad)
         self._stage = Stage(
-            weights=stage_weights(config, theta.shard, views, groups.tp),
+            weights=stage_weights(config, theta.shard, views, groups.tp, ExpertGroup(groups.ep)),
             table=RopeTable(config.rope, config.head_dim, theta.dtype, self._device),
             recompute=recompute,
+            balance=router_balance,
         )
 
     @property

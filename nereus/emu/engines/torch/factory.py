@@ -24,6 +24,7 @@ def open_trainer(
         recompute=spec.recompute,
         state=state,
         zero1=spec.zero1,
+        router_balance=spec.router_balance,
     )
 
 

@@ -5,7 +5,7 @@ Letters: b rows, t response positions, n computed tokens, m tokens whose hidden 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,11 +21,14 @@ from nereus.emu.engines.torch.weights import StageWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage's weights and rotary table, and whether its backward pass runs the layers again."""
+    """A stage's weights and rotary table, and whether its backward pass runs the layers again. `balance` is
+    the coefficient of the loss that evens the load of experts.
+    """
 
     weights: StageWeights
     table: RopeTable
     recompute: bool = False
+    balance: float = 0.0
 
     @property
     def is_first(self) -> bool:
@@ -44,6 +47,8 @@ def through_stage(stage: Stage, packed: Packed, x_nh: Tensor | None) -> Tensor:
     `x_nh` comes from the previous stage; None on the first, which embeds the tokens.
     """
     weights = stage.weights
+    if packed.balance:
+        weights = replace(weights, ep=replace(weights.ep, balance=packed.balance))
     if x_nh is None:
         x_nh = embed(packed.tokens_n, weights)
     rotation = stage.table.at(packed.positions_n, packed.attend.width)

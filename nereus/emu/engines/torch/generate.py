@@ -16,6 +16,7 @@ from nereus.emu.engines.feeding import Fed
 from nereus.emu.engines.rollouts import check_prompts, side_by_side
 from nereus.emu.engines.torch.decode import Runs, by_turns, decode
 from nereus.emu.engines.torch.decode_forward import DecodeForward
+from nereus.emu.engines.torch.experts import ExpertGroup
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.product import packed
 from nereus.emu.engines.torch.rope import RopeTable
@@ -42,7 +43,8 @@ class TorchGenerator:
 
     On CPUs a packed copy of the large float32 weights is held for as long as rows run. At most `max_rows`
     rows are in the cache at once (None: all that come first), others enter as rows end; and at most
-    `prefill_tokens` of prompts are computed at a time. Neither changes what is drawn.
+    `prefill_tokens` of prompts are computed at a time. Neither changes what is drawn. Ranks along ep have all
+    rows and divide the experts alone.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class TorchGenerator:
         max_rows: int | None = None,
         prefill_tokens: int = 8192,
     ) -> None:
+        assert layout.cp == 1, "generation divides no sequence"
         self.config, self.layout, self.groups = config, layout, groups
         self.device = torch.device(device)
         dtype = TORCH_DTYPE[config.dtype]
@@ -135,7 +138,8 @@ class TorchGenerator:
     def _weights(self, num_steps: int) -> StageWeights:
         """Views of the state as it is now, packed where many steps repay the copy."""
         theta = self._state["theta"]
-        weights = stage_weights(self.config, theta.shard, covered(theta), self.groups.tp)
+        ep = ExpertGroup(self.groups.ep, same_tokens=True)
+        weights = stage_weights(self.config, theta.shard, covered(theta), self.groups.tp, ep)
         return _packed_stage(weights) if num_steps >= PACK_FROM_STEPS else weights
 
     def _from_last_stage(self, logprobs_bt: Tensor) -> Tensor:
@@ -150,8 +154,8 @@ def _packed_stage(weights: StageWeights) -> StageWeights:
             layer,
             qkv=packed(layer.qkv),
             out=packed(layer.out),
-            gate_up=packed(layer.gate_up),
-            down=packed(layer.down),
+            gate_up=None if layer.gate_up is None else packed(layer.gate_up),
+            down=None if layer.down is None else packed(layer.down),
         )
         for layer in weights.layers
     )

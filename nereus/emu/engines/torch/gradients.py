@@ -2,8 +2,10 @@
 
 1. `complete`: a rank's gradient of a shared weight is a part where each holder saw other heads or another
    stage's use of it; the table of `partial_gradients` says over which group the parts are summed.
-2. The data-parallel sum over units is one all-reduce of the whole arena; losses divide by global counts.
-3. `squared_norm` counts each logical element once over the unit: replicas and ties have one owner.
+2. Ranks along ep and cp see other tokens: the gradients of what they hold alike are summed over them, those
+   of experts along cp alone (`copy_spans`).
+3. The data-parallel sum over units is one all-reduce of the whole arena; losses divide by global counts.
+4. `squared_norm` counts each logical element once over the unit: replicas and ties have one owner.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nereus.emu.arena import Arena, offsets
+from nereus.emu.decoder import ROUTER
 from nereus.emu.layout import Layout, PhysicalTensor, Piece, Position, Shard
 from nereus.emu.lora import is_adapter
 from nereus.emu.tensor import KvHeads, ModelSpec, Replicated, TensorSpec
 from nereus.emu.unit_groups import UnitGroups
 
 SharedBy = Literal["kv", "tp", "tie"]
-PER_HEAD = ("q_norm.weight", "k_norm.weight")  # replicated, but applied to each rank's own heads
+# Replicated, but applied to each rank's own heads, or to its own part of every expert.
+PER_RANK = ("q_norm.weight", "k_norm.weight", ROUTER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ def partial_gradients(model: ModelSpec, layout: Layout, shard: Shard) -> tuple[P
         group: SharedBy | None = None
         if isinstance(spec.cut, KvHeads) and spec.cut.split_group == 1 and layout.tp > model.num_kv_heads:
             group = "kv"
-        elif layout.tp > 1 and (spec.name.endswith(PER_HEAD) or _is_shared_factor(spec)):
+        elif layout.tp > 1 and (spec.name.endswith(PER_RANK) or _is_shared_factor(spec)):
             group = "tp"
         elif spec.also == "last" and layout.pp > 1 and shard.position.pp in (0, layout.pp - 1):
             group = "tie"
@@ -68,6 +72,40 @@ def complete(grad: Arena, parts: Sequence[PartialGradient], groups: UnitGroups) 
         dist.all_reduce(together, group=group)
         for view, total in zip(views, torch.split(together, [view.numel() for view in views]), strict=True):
             view.copy_(total.view_as(view))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySpan:
+    """Elements [lo, hi) of the arena that ranks along `axes` hold alike."""
+
+    lo: int
+    hi: int
+    axes: Literal["copies", "cp"]
+
+
+def copy_spans(model: ModelSpec, layout: Layout, shard: Shard) -> tuple[CopySpan, ...]:
+    """The arena by the groups over which gradients are summed; equal on all ranks of such a group."""
+    if layout.ep * layout.cp == 1:
+        return ()
+    starts, total = offsets(shard)
+    ends = [*(starts[tensor.name] for tensor in shard.tensors[1:]), total]
+    spans: list[CopySpan] = []
+    for tensor, end in zip(shard.tensors, ends, strict=True):
+        is_experts = any(model.by_name[piece.logical].experts for piece in tensor.pieces)
+        axes: Literal["copies", "cp"] = "cp" if is_experts else "copies"
+        span = CopySpan(lo=starts[tensor.name], hi=end, axes=axes)
+        if spans and spans[-1].axes == axes:
+            span = CopySpan(lo=spans.pop().lo, hi=end, axes=axes)
+        spans.append(span)
+    return tuple(spans)
+
+
+def sum_copies(flat: Tensor, spans: Sequence[CopySpan], groups: UnitGroups) -> None:
+    """Sum the gradients of what ranks of the unit hold alike, in place. Collective over them."""
+    for span in spans:
+        group = groups.copies if span.axes == "copies" else groups.cp
+        if group is not None:
+            dist.all_reduce(flat[span.lo : span.hi], group=group)
 
 
 def owned_spans(model: ModelSpec, layout: Layout, shard: Shard) -> tuple[tuple[int, int], ...]:
@@ -98,6 +136,8 @@ def _span(start: int, tensor: PhysicalTensor, piece: Piece) -> tuple[int, int]:
 def _owns(model: ModelSpec, layout: Layout, position: Position, piece: Piece) -> bool:
     spec = model.by_name[piece.logical]
     if spec.also == "last" and layout.pp > 1 and position.pp != 0:
+        return False
+    if position.cp or (position.ep and not spec.experts):
         return False
     if isinstance(spec.cut, Replicated):
         return position.tp == 0

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from nereus.emu.engines.torch.adapters import adapted
 from nereus.emu.engines.torch.clock import span
 from nereus.emu.engines.torch.collectives import copy_to, reduce_from
+from nereus.emu.engines.torch.experts import mixture
 from nereus.emu.engines.torch.product import product
 from nereus.emu.engines.torch.rms_norm import rms_norm
 from nereus.emu.engines.torch.rope import rotate
@@ -105,8 +106,18 @@ def decoder_layer(
         attended_nh = attended_nh + layer.out_bias
     x_nh = x_nh + attended_nh
     normed_nh = copy_to(rms_norm(x_nh, layer.post_norm, eps), tp)
-    gated_ni = swiglu(adapted(normed_nh, layer.gate_up, None, layer.adapters.gate_up))
-    return x_nh + reduce_from(adapted(gated_ni, layer.down, None, layer.adapters.down), tp)
+    return x_nh + reduce_from(feed_forward(normed_nh, layer, stage), tp)
+
+
+def feed_forward(x_nh: Tensor, layer: LayerWeights, stage: StageWeights) -> Tensor:
+    """This rank's part of the MLP, or of the mixture of experts; [n, h]."""
+    shape = stage.config.experts
+    if shape is not None and layer.experts is not None:
+        return mixture(x_nh, layer.experts, shape, stage.ep)
+    assert layer.gate_up is not None, "a layer without experts has an MLP"
+    assert layer.down is not None, "a layer without experts has an MLP"
+    gated_ni = swiglu(adapted(x_nh, layer.gate_up, None, layer.adapters.gate_up))
+    return adapted(gated_ni, layer.down, None, layer.adapters.down)
 
 
 def queries_keys_values(

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from nereus.emu.batch import TokenBatch
 from nereus.emu.engines.torch.attention import CausalAttention, row_blocks
+from nereus.emu.engines.torch.ring_attention import RingAttention, parts_of
+from nereus.emu.engines.torch.token_share import TokenShare
 from nereus.errors import DataError, explain
 
 DENSE_ABOVE = 0.9  # share of real tokens above which moving rows about costs more than computing the padding
@@ -30,22 +32,29 @@ class Packed:
 
     `tokens_n` and `positions_n` are the trunk's inputs, `attend` its attention. `select_m` are the tokens
     whose hidden state is used, `targets_m` the token each predicts, and `places_m` where its result goes in
-    the flattened [b, t] output.
+    the flattened [b, t] output. `balance` weighs the loss that evens the load of experts.
     """
 
     tokens_n: Tensor
     positions_n: Tensor
-    attend: CausalAttention
+    attend: CausalAttention | RingAttention
     select_m: Tensor
     targets_m: Tensor
     places_m: Tensor
     num_rows: int
     num_responses: int
+    balance: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         """Computed tokens n."""
         return int(self.tokens_n.shape[0])
+
+    @property
+    def causal(self) -> CausalAttention:
+        """The attention of whole rows: they are not divided along cp."""
+        assert isinstance(self.attend, CausalAttention), "rows are divided along cp"
+        return self.attend
 
     def to(self, device: torch.device) -> Packed:
         """The same micro-batch on another device."""
@@ -62,11 +71,17 @@ class Packed:
         )
 
 
-def pack(batch: TokenBatch, read: Literal["response", "last"] = "response") -> Packed:
+WHOLE = TokenShare()
+
+
+def pack(
+    batch: TokenBatch, read: Literal["response", "last"] = "response", share: TokenShare = WHOLE
+) -> Packed:
     """Index a micro-batch; `read` chooses the predecessors of response tokens or each row's last token.
 
-    For "last" the output is [b, 1]. Raises DataError for a response without a prompt: nothing predicts its
-    first token.
+    Along cp the tokens are those of `share`, and results are zero where they are read off another rank's
+    token. For "last" the output is [b, 1]. Raises DataError for a response without a prompt: nothing predicts
+    its first token.
     """
     prompt_b, response_b = batch.prompt_lens_b, batch.response_lens_b
     if bool(((prompt_b < 1) & (response_b > 0)).any()):
@@ -91,6 +106,22 @@ def pack(batch: TokenBatch, read: Literal["response", "last"] = "response") -> P
     select_m = (row_b1 * width + first_b[:, None] + columns_t)[chosen_bt]
     follower_bt = first_b[:, None] + columns_t + (read == "response")
     targets_m = batch.tokens_bs.gather(1, follower_bt.clamp(0, batch.tokens_bs.shape[1] - 1))[chosen_bt]
+    places_m = chosen_bt.flatten().nonzero().squeeze(1)
+    if share.cp > 1:
+        part_n, attend = _part(lens_b.tolist(), width, share)
+        packed_at = torch.full((batch.num_rows * width,), -1)
+        packed_at[part_n] = torch.arange(len(part_n))
+        mine_m = (packed_at[select_m] >= 0) & (not attend.has_spare)
+        return Packed(
+            tokens_n=batch.tokens_bs[:, :width].flatten()[part_n],
+            positions_n=part_n % width,
+            attend=attend,
+            select_m=packed_at[select_m][mine_m],
+            targets_m=targets_m[mine_m],
+            places_m=places_m[mine_m],
+            num_rows=batch.num_rows,
+            num_responses=num_columns,
+        )
     tokens_n, positions_n, places_n = _tokens(batch.tokens_bs[:, :width], lens_b)
     if places_n is not None:
         packed_at = torch.zeros(batch.num_rows * width, dtype=torch.long)
@@ -102,10 +133,32 @@ def pack(batch: TokenBatch, read: Literal["response", "last"] = "response") -> P
         attend=_attention(batch.num_rows, width, places_n),
         select_m=select_m,
         targets_m=targets_m,
-        places_m=chosen_bt.flatten().nonzero().squeeze(1),
+        places_m=places_m,
         num_rows=batch.num_rows,
         num_responses=num_columns,
     )
+
+
+def _part(lens: list[int], width: int, share: TokenShare) -> tuple[Tensor, RingAttention]:
+    """Where this rank's tokens sit in the padded rows, and their attention."""
+    parts = [[parts_of(num, share.cp, rank) for num in lens] for rank in range(share.cp)]
+    spans = [
+        torch.arange(row * width + lo, row * width + hi)
+        for row, both in enumerate(parts[share.part])
+        for lo, hi in both
+    ]
+    places_n = torch.cat(spans)
+    has_spare = not len(places_n)
+    attend = RingAttention(
+        group=share.cp_group,
+        here=share.part,
+        parts=tuple(
+            tuple((early[1] - early[0], late[1] - late[0]) for early, late in rows) for rows in parts
+        ),
+        width=width,
+        has_spare=has_spare,
+    )
+    return torch.zeros(1, dtype=torch.long) if has_spare else places_n, attend
 
 
 def _attention(num_rows: int, width: int, places_n: Tensor | None) -> CausalAttention:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from nereus.emu.batch import Scores, TokenBatch
 from nereus.emu.engines.torch.forward import Stage, scores_of, through_stage
 from nereus.emu.engines.torch.scored import Limit, Read, Scored
+from nereus.emu.engines.torch.token_share import TokenShare
 from nereus.emu.unit_groups import UnitGroups
 
 
@@ -32,10 +33,11 @@ def score(
 
     With `read="last"` the one column is read at each row's last token.
     """
+    share = TokenShare.of(groups)
     scored = Scored(batch, stage.weights.config.head, stage.table.device, entropy=entropy, read=read)
     pipe = Pipe(groups)
     with torch.no_grad():
-        for rows_c, packed in scored.micro_batches(limit):
+        for rows_c, packed in scored.micro_batches(limit, share):
             x_nh = pipe.receive(packed.num_tokens, stage)
             x_nh = through_stage(stage, packed, x_nh)
             if stage.is_last:

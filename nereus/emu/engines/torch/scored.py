@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nereus.emu.batch import Scores, TokenBatch
 from nereus.emu.decoder import Head
-from nereus.emu.engines.torch.packing import Packed, pack
+from nereus.emu.engines.torch.packing import WHOLE, Packed, pack
+from nereus.emu.engines.torch.token_share import TokenShare
 from nereus.emu.unit_groups import UnitGroups
 
 Limit = tuple[int, int | None]
@@ -41,21 +42,31 @@ class Scored:
         self._batch, self._head, self._entropy, self._read = batch, head, entropy, read
         self._kbt = torch.zeros(num_kinds, batch.num_rows, num_columns, device=device)
 
-    def micro_batches(self, limit: Limit) -> Iterator[tuple[Tensor, Packed]]:
-        """The rows of every micro-batch with its index arithmetic, longest first; none of an empty batch."""
+    def micro_batches(self, limit: Limit, share: TokenShare = WHOLE) -> Iterator[tuple[Tensor, Packed]]:
+        """The rows of every micro-batch with its index arithmetic, longest first; none of an empty batch.
+
+        Along ep and cp the rows and tokens are those of `share`; a rank without rows computes padding.
+        """
         if self._batch.num_rows:
             for rows_c in by_length(self._batch, *limit):
-                packed = pack(self._batch.select(rows_c).trimmed(), self._read).to(self._kbt.device)
-                yield rows_c, packed
+                micro = self._batch.select(rows_c).trimmed()
+                packed = pack(share.tokens(micro), self._read, share).to(self._kbt.device)
+                yield rows_c[share.rows(micro)], packed
 
     def put(self, rows_c: Tensor, scores: Scores) -> None:
         """Keep the scores of these rows."""
+        if not len(rows_c):
+            return
         kinds = (scores.logprobs_bt, scores.entropy_bt, scores.values_bt)
         for kind, part_ct in enumerate(part_ct for part_ct in kinds if part_ct is not None):
             self._kbt[kind, rows_c.to(self._kbt.device), : part_ct.shape[1]] = part_ct
 
     def shared(self, groups: UnitGroups) -> Scores:
-        """The whole, float32 on the CPU of every rank: the last stage tells the rest. Collective over pp."""
+        """The whole, float32 on the CPU of every rank: the last stage tells the rest. Of every number all but
+        one of the ranks along ep and cp have zero. Collective over the unit.
+        """
+        if groups.copies is not None and self._kbt.numel():
+            dist.all_reduce(self._kbt, group=groups.copies)
         if groups.pp is not None and self._kbt.numel():
             dist.broadcast(self._kbt, group=groups.pp, group_src=groups.layout.pp - 1)
         kbt = self._kbt.cpu()

@@ -1,7 +1,8 @@
 """From accumulated gradients to new weights: the second half of a training step, for state in arenas.
 
 partial gradients --> units --> norm, clip --> AdamW
-kv, tp, tie groups    dp group   unit group    flat arenas
+kv, tp, tie groups;   dp group   unit group    flat arenas
+ep, cp groups
 
 Where the units share the optimizer's state (ZeRO-1), each updates its slice alone (`slices`).
 """
@@ -20,11 +21,14 @@ from nereus.emu.engines.torch import optimizer as adam
 from nereus.emu.engines.torch.accumulate import total_sums
 from nereus.emu.engines.torch.clock import Clock, span
 from nereus.emu.engines.torch.gradients import (
+    CopySpan,
     PartialGradient,
     complete,
+    copy_spans,
     owned_spans,
     partial_gradients,
     squared_norm,
+    sum_copies,
 )
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.slices import Slices
@@ -55,6 +59,7 @@ class ArenaStep:
     groups: UnitGroups
     settings: AdamW
     partial: tuple[PartialGradient, ...]
+    copies: tuple[CopySpan, ...]
     owned: tuple[tuple[int, int], ...]
     slices: Slices | None = None
 
@@ -76,6 +81,7 @@ class ArenaStep:
             groups=groups,
             settings=settings,
             partial=partial_gradients(spec, layout, state.shard),
+            copies=copy_spans(spec, layout, state.shard),
             owned=owned_spans(spec, layout, state.shard if slices is None else slices.own),
             slices=slices,
         )
@@ -87,6 +93,7 @@ class ArenaStep:
         """
         with clock.phase("reduce"):
             complete(self.grad, self.partial, self.groups)
+            sum_copies(self.grad.flat, self.copies, self.groups)
             grad = self._summed()
             norm = self._norm(grad)
             stats = total_sums(sums, self.groups, self.grad.device)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nereus.emu.arena import Arena
-from nereus.emu.decoder import EMBED, FINAL_NORM, HEAD, VALUE_HEAD, DecoderConfig
+from nereus.emu.decoder import EMBED, FINAL_NORM, HEAD, ROUTER, VALUE_HEAD, DecoderConfig
 from nereus.emu.engines.torch.adapters import Adapter, adapter_of
+from nereus.emu.engines.torch.experts import NO_GROUP, ExpertGroup, ExpertWeights
 from nereus.emu.layout import Shard
 
 
@@ -31,7 +32,10 @@ class LayerAdapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer on this rank: `num_query` query heads and `num_kv` key-value heads of it."""
+    """One decoder layer on this rank: `num_query` query heads and `num_kv` key-value heads of it.
+
+    The feed-forward part is `gate_up` and `down`, or `experts`.
+    """
 
     num_query: int
     num_kv: int
@@ -43,8 +47,9 @@ class LayerWeights:
     out: Tensor
     out_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+    experts: ExpertWeights | None = None
     adapters: LayerAdapters = LayerAdapters()
 
 
@@ -65,6 +70,7 @@ class StageWeights:
     head: Tensor | None
     score: Tensor | None
     tp: ProcessGroup | None
+    ep: ExpertGroup = NO_GROUP
 
 
 def covered(arena: Arena) -> dict[str, Tensor]:
@@ -93,7 +99,11 @@ def without_adapters(stage: StageWeights) -> StageWeights:
 
 
 def stage_weights(
-    config: DecoderConfig, shard: Shard, views: Mapping[str, Tensor], tp: ProcessGroup | None
+    config: DecoderConfig,
+    shard: Shard,
+    views: Mapping[str, Tensor],
+    tp: ProcessGroup | None,
+    ep: ExpertGroup = NO_GROUP,
 ) -> StageWeights:
     """Arrange the views of one shard (from `covered` or `leaves`) by role."""
     numbers = sorted({int(name.split(".")[2]) for name in views if name.startswith("model.layers.")})
@@ -111,12 +121,13 @@ def stage_weights(
         head=views.get(HEAD, views.get(EMBED)) if is_last and config.head == "lm" else None,
         score=views.get(VALUE_HEAD),
         tp=tp,
+        ep=ep,
     )
 
 
 def _layer(config: DecoderConfig, views: Mapping[str, Tensor], at: str) -> LayerWeights:
     qkv, out = views[at + "self_attn.qkv_proj.weight"], views[at + "self_attn.o_proj.weight"]
-    gate_up, down = views[at + "mlp.gate_up_proj.weight"], views[at + "mlp.down_proj.weight"]
+    gate_up = views.get(at + "mlp.gate_up_proj.weight")
     num_query = out.shape[1] // config.head_dim
     num_kv = (qkv.shape[0] // config.head_dim - num_query) // 2
     return LayerWeights(
@@ -131,8 +142,20 @@ def _layer(config: DecoderConfig, views: Mapping[str, Tensor], at: str) -> Layer
         out_bias=views.get(at + "self_attn.o_proj.bias"),
         post_norm=views[at + "post_attention_layernorm.weight"],
         gate_up=gate_up,
-        down=down,
-        adapters=_adapters(config, views, at, (num_query, num_kv), gate_up.shape[0] // 2),
+        down=views.get(at + "mlp.down_proj.weight"),
+        experts=None if config.experts is None else _experts(views, at),
+        adapters=_adapters(
+            config, views, at, (num_query, num_kv), 0 if gate_up is None else gate_up.shape[0] // 2
+        ),
+    )
+
+
+def _experts(views: Mapping[str, Tensor], at: str) -> ExpertWeights:
+    return ExpertWeights(
+        router=views[at + ROUTER],
+        gate=views[at + "mlp.experts.gate_proj.weight"],
+        up=views[at + "mlp.experts.up_proj.weight"],
+        down=views[at + "mlp.experts.down_proj.weight"],
     )
 
 
