@@ -213,7 +213,14 @@ def _sweep_json(name: str, result: Sweep) -> dict[str, Any]:
                 "from": result.values[segment.first],
                 "to": result.values[segment.last],
                 "layouts": [
-                    {"model_stage": str(item.model_stage), "tp": item.tp, "pp": item.pp, "dp": item.dp}
+                    {
+                        "model_stage": str(item.model_stage),
+                        "tp": item.tp,
+                        "pp": item.pp,
+                        "dp": item.dp,
+                        "ep": item.ep,
+                        "cp": item.cp,
+                    }
                     for item in segment.plan.assignments
                 ],
                 "step_s_if_held": segment.step_s,

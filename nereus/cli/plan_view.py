@@ -108,11 +108,14 @@ def _heading(request: PlanRequest, plan: Plan) -> Text:
 
 
 def _assignments(plan: Plan) -> Table:
-    table = _table("model-stage", "tp", "pp", "dp", "GPUs", "options", "time", "weights", title="Plan")
+    more = [axis for axis in ("ep", "cp") if any(axis in item.more_axes for item in plan.assignments)]
+    columns = ("tp", "pp", *more, "dp", "GPUs", "options", "time", "weights")
+    table = _table("model-stage", *columns, title="Plan")
     for item in plan.assignments:
+        inside = (item.more_axes.get(axis, 1) for axis in more)
         table.add_row(
             str(item.model_stage),
-            *(str(size) for size in (item.tp, item.pp, item.dp)),
+            *(str(size) for size in (item.tp, item.pp, *inside, item.dp)),
             f"{item.num_gpus} {item.gpu_kind}",
             _option(item.option),
             f"{item.cost.latency_s:.4g} s",
@@ -186,17 +189,23 @@ def _others(best: Plan, others: Sequence[Plan]) -> Table:
 
 
 def _why_not(rejected: Sequence[Family]) -> Table:
-    table = _table("model-stage", "tp", "pp", "verdict", "reason", title="Why not")
+    more = [axis for axis in ("ep", "cp") if any(_size(family, axis) > 1 for family in rejected)]
+    table = _table("model-stage", "tp", "pp", *more, "verdict", "reason", title="Why not")
     colour = {Verdict.TOO_BIG: "red", Verdict.NO_ROOM: "yellow", Verdict.SLOWER: "default"}
     for family in rejected:
         table.add_row(
             str(family.model_stage),
             str(family.tp),
             str(family.pp),
+            *(str(_size(family, axis)) for axis in more),
             Text(str(family.verdict), style=colour[family.verdict]),
             family.reason,
         )
     return table
+
+
+def _size(family: Family, axis: str) -> int:
+    return family.ep if axis == "ep" else family.cp
 
 
 def _proof(plan: Plan) -> Text:
@@ -237,6 +246,6 @@ def _table(*columns: str, title: str) -> Table:
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), expand=False
     )
     for name in columns:
-        right = name in ("tp", "pp", "dp", "GPUs", "time", "step", "best step", "of usable")
+        right = name in ("tp", "pp", "ep", "cp", "dp", "GPUs", "time", "step", "best step", "of usable")
         table.add_column(name, justify="right" if right else "left", style=None, header_style="dim")
     return table

@@ -19,7 +19,7 @@ from nereus.config.overrides import COMMAND_LINE, apply_overrides, parse_overrid
 from nereus.config.plan import ClusterConfig, PlanChange, PlanConfig
 from nereus.errors import ConfigError, explain
 
-LAYOUT = re.compile(r"([a-z]+(?:\.[a-z]+)?)=tp(\d+)\s*pp(\d+)")
+LAYOUT = re.compile(r"([a-z]+(?:\.[a-z]+)?)=(tp\d+\s*pp\d+(?:\s*ep\d+)?(?:\s*cp\d+)?)")
 STAGES = (
     "actor.training",
     "actor.generation",
@@ -105,11 +105,12 @@ def _fixed(adaptation: AdaptationConfig, config: CampaignConfig, changes: Change
         fixed = [text for text in fixed if ".avoid=" in text]
         for name in (name for name in STAGES if name in config.model_stages):
             stage = changes.plan.stage(name)
-            fixed += [f"{name}.tp={stage.tp}", f"{name}.pp={stage.pp}", f"{name}.dp={stage.dp}"]
+            sizes = {"tp": stage.tp, "pp": stage.pp, "dp": stage.dp, "ep": stage.ep, "cp": stage.cp}
+            fixed += [f"{name}.{axis}={size}" for axis, size in sizes.items()]
     for text in changes.forbid:
         found = LAYOUT.fullmatch(text)
         assert found is not None, "layouts were validated"
-        fixed.append(f"{found[1]}.avoid=tp{found[2]}pp{found[3]}")
+        fixed.append(f"{found[1]}.avoid={''.join(found[2].split())}")
     return list(dict.fromkeys(fixed))
 
 

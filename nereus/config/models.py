@@ -62,3 +62,7 @@ class ModelsConfig(Frozen):
     optimizer state are then of the adapters alone. All weights are trained when absent."""
     recompute: bool = False
     """Recompute activations in the backward pass: a third more work, far less memory."""
+    router_balance: float = Field(default=0.0, ge=0.0)
+    """Coefficient of the loss that evens the load of a mixture's experts in training (Switch Transformer, a
+    layer at a time, over the tokens of a micro-batch); 0 leaves it out.
+    """

@@ -19,15 +19,20 @@ class StagePlan(Frozen):
     """Pipeline stages."""
     dp: int = Field(default=1, ge=1)
     """Number of units (data-parallel replicas)."""
+    ep: int = Field(default=1, ge=1)
+    """Ranks of a unit that divide the experts of a mixture, and in training and scoring a micro-batch's rows.
+    """
+    cp: int = Field(default=1, ge=1)
+    """Ranks of a unit that divide the tokens of every sequence (ring attention); not in generation."""
     gpus: tuple[int, ...] | None = None
-    """The GPUs, unit after unit in layout order; by default the first tp*pp*dp of the cluster."""
+    """The GPUs, unit after unit in layout order; by default the first tp*pp*ep*cp*dp of the cluster."""
     layers: tuple[int, ...] | None = None
     """Layers of every pipeline stage; by default as even as possible."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs that the model-stage occupies."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.ep * self.cp * self.dp
 
     @property
     def gpu_ids(self) -> tuple[int, ...]:
@@ -36,8 +41,9 @@ class StagePlan(Frozen):
 
     @property
     def text(self) -> str:
-        """E.g. `tp2 pp1 dp2`."""
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+        """E.g. `tp2 pp1 dp2`; ep and cp where they are above 1."""
+        more = "".join(f" {axis}{size}" for axis, size in (("ep", self.ep), ("cp", self.cp)) if size > 1)
+        return f"tp{self.tp} pp{self.pp}{more} dp{self.dp}"
 
     @model_validator(mode="after")
     def _sizes(self) -> StagePlan:
@@ -45,7 +51,7 @@ class StagePlan(Frozen):
             len(self.gpus) != self.num_gpus or len(set(self.gpus)) != len(self.gpus)
         ):
             raise ValueError(
-                f"gpus={list(self.gpus)} but tp*pp*dp = {self.num_gpus}; "
+                f"gpus={list(self.gpus)} but tp*pp*ep*cp*dp = {self.num_gpus}; "
                 "give that many distinct GPUs, or leave gpus out"
             )
         if self.layers is not None and len(self.layers) != self.pp:

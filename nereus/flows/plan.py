@@ -79,11 +79,12 @@ def _page(question: PlanQuestion, best: Plan, others: tuple[Plan, ...] | list[Pl
         "",
         f"{best.step_s:.4g} s a step, {best.arrangement}",
         "",
-        "| model-stage | tp | pp | dp | GPUs |",
-        "|---|---|---|---|---|",
+        "| model-stage | tp | pp | ep | cp | dp | GPUs |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {item.model_stage} | {item.tp} | {item.pp} | {item.dp} | {item.tp * item.pp * item.dp} |"
+        f"| {item.model_stage} | {item.tp} | {item.pp} | {item.ep} | {item.cp} | {item.dp} "
+        f"| {item.num_gpus} |"
         for item in best.assignments
     ]
     lines += ["", "| stage | seconds |", "|---|---|"]

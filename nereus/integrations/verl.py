@@ -92,9 +92,7 @@ RULES: Mapping[str, Rule] = {
     f"{ACTOR}optim.warmup_style": Rule(to="optimizer.schedule", only=("constant", "cosine", "linear")),
     f"{ACTOR}megatron.tensor_model_parallel_size": Rule(note=TOGETHER),
     f"{ACTOR}megatron.pipeline_model_parallel_size": Rule(note=TOGETHER),
-    f"{ACTOR}ulysses_sequence_parallel_size": Rule(
-        only=(1, None), otherwise="sequences are not cut over GPUs"
-    ),
+    f"{ACTOR}ulysses_sequence_parallel_size": Rule(note=TOGETHER),
     f"{ROLLOUT}name": Rule(
         to="engines.generation",
         read=lambda word: "vllm" if word == "vllm" else "torch",
@@ -344,9 +342,11 @@ def _cluster(settings: Mapping[str, Any], tree: Tree) -> None:
     tree["cluster"] = {"gpus": gpus, "device": "cuda"}
     tp = settings.get(f"{ACTOR}megatron.tensor_model_parallel_size", 1)
     pp = settings.get(f"{ACTOR}megatron.pipeline_model_parallel_size", 1)
+    cp = settings.get(f"{ACTOR}ulysses_sequence_parallel_size") or 1
     generation_tp = settings.get(f"{ROLLOUT}tensor_model_parallel_size", 1)
     tree["plan"] = {
-        "actor_training": {"tp": tp, "pp": pp, "dp": max(1, gpus // (tp * pp))},
+        "actor_training": {"tp": tp, "pp": pp, "dp": max(1, gpus // (tp * pp * cp))}
+        | ({"cp": cp} if cp > 1 else {}),
         "actor_generation": {"tp": generation_tp, "dp": max(1, gpus // generation_tp)},
     }
 

@@ -289,9 +289,9 @@ def same_units(one: Seated, other: Seated) -> bool:
     return _units(one) == _units(other)
 
 
-def _units(seated: Seated) -> frozenset[tuple[str, int, int, tuple[int, ...], tuple[GpuId, ...]]]:
+def _units(seated: Seated) -> frozenset[tuple[str, str, tuple[int, ...], tuple[GpuId, ...]]]:
     return frozenset(
-        (str(item.model_stage), item.tp, item.pp, item.layers, gpus)
+        (str(item.model_stage), item.text, item.layers, gpus)
         for item in seated.plan.assignments
         for gpus in seated.units(item)
     )

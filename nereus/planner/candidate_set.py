@@ -1,8 +1,8 @@
 """Every candidate of every model-stage on a cluster, priced: from a request to the arrays of a `Problem`.
 
-A candidate is a layout (tp, pp), a number of units dp, a GPU kind and the stage's own options (micro-batch
-and recompute, or how many sequences generation holds at once). Those that do not fit a GPU by themselves
-are left out before they are priced.
+A candidate is a layout (tp, pp, ep, cp), a number of units dp, a GPU kind and the stage's own options
+(micro-batch and recompute, or how many sequences generation holds at once). Those that do not fit a GPU by
+themselves are left out before they are priced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nereus.planner.cost import StageCost, StageCosts, publish_times, stage_times
-from nereus.planner.fixed import Choice, chosen, chosen_number
+from nereus.planner.fixed import Choice, Cut, chosen, chosen_number
 from nereus.planner.layouts import check_fixed, layouts
 from nereus.planner.memory import StageMemories, StageMemory, stage_memories, usable_bytes
 from nereus.planner.problem import Floats, Ints, PoolLimit, Problem, Seat, Timing
@@ -36,8 +36,8 @@ class CandidateSet:
     """A model-stage's candidates: the seat's arrays and what each row means.
 
     `option[i]` indexes `options`, `seat.pool[i]` the cluster's pools, (`block[i]`, `cost_row[i]`,
-    `memory_row[i]`) the terms of its time and memory in `blocks`. `cuts` are all (tp, pp) looked at, also
-    those of which nothing fits a GPU by itself.
+    `memory_row[i]`) the terms of its time and memory in `blocks`. `cuts` are all (tp, pp, ep, cp) looked at,
+    also those of which nothing fits a GPU by itself.
     """
 
     model_stage: ModelStage
@@ -45,13 +45,15 @@ class CandidateSet:
     tp: Ints
     pp: Ints
     dp: Ints
+    ep: Ints
+    cp: Ints
     option: Ints
     block: Ints
     cost_row: Ints
     memory_row: Ints
     blocks: tuple[Block, ...]
     options: tuple[Option, ...]
-    cuts: tuple[tuple[int, int], ...]
+    cuts: tuple[Cut, ...]
 
     def cost_of(self, row: int) -> StageCost:
         """The time of one candidate, by term."""
@@ -71,6 +73,8 @@ class CandidateSet:
             tp=self.tp[rows],
             pp=self.pp[rows],
             dp=self.dp[rows],
+            ep=self.ep[rows],
+            cp=self.cp[rows],
             option=self.option[rows],
             block=self.block[rows],
             cost_row=self.cost_row[rows],
@@ -128,16 +132,16 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
         if kind in (None, name)
     ]
     columns = [np.concatenate(column) for column in zip(*(part[0] for part in parts), strict=True)]
-    tp, pp, dp, pool, option, *origin = (column.astype(np.int64) for column in columns[:8])
-    persistent, transient, latency, sync = columns[8:]
-    layout = ((pool << 12 | tp) << 12 | pp) << 32 | dp
+    tp, pp, dp, ep, cp, pool, option, *origin = (column.astype(np.int64) for column in columns[:10])
+    persistent, transient, latency, sync = columns[10:]
+    layout = _layout_key(pool, (tp, 8), (pp, 9), (ep, 9), (cp, 8), (dp, 21))
     if model_stage is ModelStage.ACTOR_GENERATION and not request.workload.shares_weights:
         layout = ~layout  # equal to no layout of training
     seat = Seat(
         name=str(model_stage),
         stage=STAGES.index(model_stage.stage),
         pool=pool,
-        gpus=tp * pp * dp,
+        gpus=tp * pp * ep * cp * dp,
         persistent_bytes=persistent,
         transient_bytes=transient,
         latency_s=latency,
@@ -150,6 +154,8 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
         tp=tp,
         pp=pp,
         dp=dp,
+        ep=ep,
+        cp=cp,
         option=option,
         block=origin[0],
         cost_row=origin[1],
@@ -160,56 +166,65 @@ def _candidates(request: PlanRequest, model_stage: ModelStage) -> CandidateSet:
     )
 
 
+def _layout_key(pool: Ints, *sizes: tuple[Ints, int]) -> Ints:
+    """One number for a pool and sizes of so many bits each; equal where all of them are."""
+    key = pool
+    for values, bits in sizes:
+        assert (values < 1 << bits).all(), f"a size takes more than {bits} bits"
+        key = key << bits | values
+    return key
+
+
 def _on_pool(
     request: PlanRequest,
     model_stage: ModelStage,
     number: int,
     options: Sequence[Option],
     blocks: list[Block],
-) -> tuple[list[Floats], set[tuple[int, int]]]:
-    """Columns (tp, pp, dp, pool, option, block and rows in it, persistent, transient, latency, sync) of one
-    pool, and all (tp, pp). Appends what it prices to `blocks`.
+) -> tuple[list[Floats], set[Cut]]:
+    """Columns (tp, pp, dp, ep, cp, pool, option, block and rows in it, persistent, transient, latency, sync)
+    of one pool, and all (tp, pp, ep, cp). Appends what it prices to `blocks`.
     """
     cluster, pool = request.cluster, request.cluster.pools[number]
     kind, limit = pool.gpu.name, usable_bytes(request.cluster, pool.gpu.name)
     sizes = layouts(model_stage, request.workload, pool, request.space, request.fixed)
-    rows: list[list[Floats]] = [[np.zeros(0)] * 12]
+    rows: list[list[Floats]] = [[np.zeros(0)] * 14]
     for at, option in enumerate(options):
         workload = option.apply(request.workload)
         memory = stage_memories(model_stage, *sizes, workload=workload, cluster=cluster, gpu_kind=kind)
         fits = memory.persistent_bytes + memory.transient_bytes <= limit
         fits &= _share(model_stage, request.workload, sizes[2]) > _next_smaller(option, options)
-        tp, pp, dp = (size[fits] for size in sizes)
-        if not len(tp):
+        fitting = [size[fits] for size in sizes]
+        count = len(fitting[0])
+        if not count:
             continue
         cost = stage_times(
             model_stage,
-            tp,
-            pp,
-            dp,
+            *fitting,
             workload=workload,
             cluster=cluster,
             gpu_kind=kind,
             calibration=request.calibration,
         )
-        sync = np.zeros(len(tp))
+        sync = np.zeros(count)
         if any(model_stage is serve for serve, _ in PAIRS):
             sync = publish_times(
                 model_stage,
-                tp,
-                pp,
+                fitting[0],
+                fitting[1],
+                fitting[3],
                 workload=workload,
                 cluster=cluster,
                 gpu_kind=kind,
                 calibration=request.calibration,
             )
-        same = [np.full(len(tp), float(value)) for value in (number, at, len(blocks))]
-        found = [np.arange(len(tp), dtype=np.float64), np.flatnonzero(fits).astype(np.float64)]
+        same = [np.full(count, float(value)) for value in (number, at, len(blocks))]
+        found = [np.arange(count, dtype=np.float64), np.flatnonzero(fits).astype(np.float64)]
         kept = [memory.persistent_bytes[fits], memory.transient_bytes[fits]]
-        rows.append([tp, pp, dp, *same, *found, *kept, cost.latency_s, sync])
+        rows.append([*fitting, *same, *found, *kept, cost.latency_s, sync])
         blocks.append((cost, memory))
     columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-    cuts = np.unique(np.stack(sizes[:2]).astype(np.int64), axis=1)
+    cuts = np.unique(np.stack([sizes[at] for at in (0, 1, 3, 4)]).astype(np.int64), axis=1)
     return columns, set(zip(*cuts.tolist(), strict=True))
 
 
@@ -227,7 +242,9 @@ def stage_options(request: PlanRequest, model_stage: ModelStage) -> list[Option]
         return [Option(micro_batch=size) for size in numbers(Choice.MICRO_BATCH, known.score_micro_batches)]
     recompute = chosen(request.fixed, model_stage, Choice.RECOMPUTE)
     recomputes = known.recomputes if recompute is None else (Recompute(str(recompute)),)
-    sizes = numbers(Choice.MICRO_BATCH, known.train_micro_batches)
+    experts = request.workload.shape(model_stage).experts
+    given = known.train_micro_batches if experts is None else known.dealt_micro_batches
+    sizes = numbers(Choice.MICRO_BATCH, given)
     return [Option(micro_batch=size, recompute=way) for way in recomputes for size in sizes]
 
 

@@ -158,7 +158,7 @@ def _assignment(
     ranks: tuple[int, ...],
     shares: bool,
 ) -> Assignment:
-    tp, pp, dp = int(item.tp[row]), int(item.pp[row]), int(item.dp[row])
+    tp, pp, dp, ep, cp = (int(size[row]) for size in (item.tp, item.pp, item.dp, item.ep, item.cp))
     option = effective(item.options[int(item.option[row])], item.model_stage, request.workload, dp)
     workload = option.apply(request.workload)
     kind = request.cluster.gpu_kinds[int(item.seat.pool[row])]
@@ -169,6 +169,8 @@ def _assignment(
         tp=tp,
         pp=pp,
         dp=dp,
+        ep=ep,
+        cp=cp,
         gpu_kind=kind,
         ranks=ranks,
         layers=tuple(base + (stage < extra) for stage in range(pp)),

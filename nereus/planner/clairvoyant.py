@@ -136,7 +136,7 @@ def _switch_s(controller: Controller, plan: Plan) -> float:
     workload, link = controller.request.workload, controller.request.cluster.scale_out
     sizes = state_bytes(workload.models, workload.dtype)
     shard = max(
-        sizes[item.model_stage] / (item.tp * item.pp)
+        sizes[item.model_stage] / (item.tp * item.pp * item.ep)
         for item in plan.assignments
         if item.model_stage.stage is Stage.TRAINING
     )

@@ -148,6 +148,24 @@ def all_reduce_s(
     return up, out
 
 
+def all_to_all_s(
+    cluster: ClusterProfile,
+    gpu_kind: str,
+    size_bytes: ArrayLike,
+    num_ranks: ArrayLike,
+    stride: ArrayLike,
+) -> tuple[Floats, Floats]:
+    """Seconds (inside the node, across nodes) in which every rank gives `size_bytes` away in equal parts, one
+    of them to itself; ranks lie `stride` GPUs apart.
+    """
+    per_node = cluster.pool(gpu_kind).gpus_per_node
+    size, ranks = np.asarray(size_bytes, dtype=np.float64), np.asarray(num_ranks, dtype=np.float64)
+    inside = np.clip(per_node // np.asarray(stride), 1, ranks)
+    near = point_to_point_s(cluster, gpu_kind, size * (inside - 1) / ranks, LinkClass.SCALE_UP)
+    far = point_to_point_s(cluster, gpu_kind, size * (ranks - inside) / ranks, LinkClass.SCALE_OUT)
+    return np.where(inside > 1, near, 0.0), np.where(ranks > inside, far, 0.0)
+
+
 def point_to_point_s(
     cluster: ClusterProfile, gpu_kind: str, size_bytes: ArrayLike, link_class: LinkClass
 ) -> Floats:

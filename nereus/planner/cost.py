@@ -54,13 +54,15 @@ def stage_times(
     tp: ArrayLike,
     pp: ArrayLike,
     dp: ArrayLike,
+    ep: ArrayLike = 1.0,
+    cp: ArrayLike = 1.0,
     *,
     workload: Workload,
     cluster: ClusterProfile,
     gpu_kind: str,
     calibration: Calibration = NEUTRAL,
 ) -> StageCosts:
-    """Seconds of a model-stage for arrays of (tp, pp, dp); they broadcast to one dimension.
+    """Seconds of a model-stage for arrays of (tp, pp, dp, ep, cp); they broadcast to one dimension.
 
     Assumes that the sizes are at least 1 and that the layouts fit the model (heads, layers);
     `cluster.pool(gpu_kind)` decides how many GPUs share a node. Raises ConfigError for a model the
@@ -73,9 +75,9 @@ def stage_times(
         calibration=calibration,
         precision=FP32 if workload.dtype == "float32" else BF16,
     )
-    sizes = as_candidates(tp, pp, dp)
+    sizes = as_candidates(tp, pp, dp, ep, cp)
     if model_stage.stage is Stage.GENERATION:
-        terms = generation_terms(place, workload, *sizes)
+        terms = generation_terms(place, workload, *sizes[:4])
     elif model_stage.stage is Stage.INFERENCE:
         terms = inference_terms(place, workload, *sizes)
     else:
@@ -93,18 +95,22 @@ def stage_time(
     tp: int,
     pp: int,
     dp: int,
+    ep: int = 1,
+    cp: int = 1,
     *,
     workload: Workload,
     cluster: ClusterProfile,
     gpu_kind: str,
     calibration: Calibration = NEUTRAL,
 ) -> StageCost:
-    """Seconds of a model-stage with `dp` units of layout (tp, pp)."""
+    """Seconds of a model-stage with `dp` units of layout (tp, pp, ep, cp)."""
     return stage_times(
         model_stage,
         tp,
         pp,
         dp,
+        ep,
+        cp,
         workload=workload,
         cluster=cluster,
         gpu_kind=gpu_kind,
@@ -116,20 +122,21 @@ def publish_times(
     model_stage: ModelStage,
     tp: ArrayLike,
     pp: ArrayLike,
+    ep: ArrayLike = 1.0,
     *,
     workload: Workload,
     cluster: ClusterProfile,
     gpu_kind: str,
     calibration: Calibration = NEUTRAL,
 ) -> Floats:
-    """Seconds to bring a model's weights into the layout (tp, pp) of `model_stage` from another layout.
+    """Seconds to bring a model's weights into the layout (tp, pp, ep) of `model_stage` from another layout.
 
     Every rank of the receiver needs at most its own shard; it crosses the network when the cluster has
     more than one node.
     """
     link = LinkClass.SCALE_UP if _one_node(cluster) else LinkClass.SCALE_OUT
     gain = calibration.scale_up if link is LinkClass.SCALE_UP else calibration.scale_out
-    shard = workload.dtype_bytes * rank_parameters(workload.shape(model_stage), tp, pp)
+    shard = workload.dtype_bytes * rank_parameters(workload.shape(model_stage), tp, pp, ep)
     return np.asarray(point_to_point_s(cluster, gpu_kind, shard, link) * gain)
 
 

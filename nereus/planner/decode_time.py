@@ -23,7 +23,7 @@ _POINTS_PER_OCTAVE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeTable:
-    """Seconds of the parts of a decode step, on a logarithmic grid of batch sizes for every tp.
+    """Seconds of the parts of a decode step, on a logarithmic grid of batch sizes for every tp (and ep).
 
     `layer` and `head` are [tp, batch]; `attention` is [context, tp, batch]; all of them for the whole model,
     not for one pipeline stage. A lookup costs two gathers, whatever the number of candidates.
@@ -31,6 +31,7 @@ class DecodeTable:
 
     layer: Floats
     tensor_parallel: Floats
+    expert_parallel: Floats
     head: Floats
     attention: Floats
 
@@ -42,18 +43,22 @@ class DecodeTable:
         return low, position - low
 
 
-def decode_table(place: Place, tp: Floats, largest_batch: float, contexts: Floats) -> DecodeTable:
-    """Price the grid: `tp` [tp] distinct sizes, batches 1 to `largest_batch`, `contexts` [context] cached
-    tokens.
+def decode_table(
+    place: Place, tp: Floats, largest_batch: float, contexts: Floats, ep: Floats | None = None
+) -> DecodeTable:
+    """Price the grid: `tp` [tp] distinct sizes (with `ep` [tp] distinct pairs), batches 1 to
+    `largest_batch`, `contexts` [context] cached tokens.
     """
     count = int(np.ceil(np.log2(max(largest_batch, 2.0)) * _POINTS_PER_OCTAVE)) + 2
     batch = 2.0 ** (np.arange(count) / _POINTS_PER_OCTAVE)
     grid = (batch[None, :], tp[:, None])
-    one = layer_forward(place, *grid, captured=True)
+    experts = 1.0 if ep is None else ep[:, None]
+    one = layer_forward(place, *grid, experts, captured=True)
     layers = place.shape.num_layers
     return DecodeTable(
         layer=layers * (one.gemm + one.elementwise),
         tensor_parallel=layers * one.tensor_parallel,
+        expert_parallel=layers * one.expert_parallel,
         head=head_forward(place, *grid),
         attention=layers
         * attention_s(place, batch[None, None, :], contexts[:, None, None], tp[None, :, None]),
@@ -91,17 +96,19 @@ def decode_step_terms(place: Place, batch: ArrayLike, context: ArrayLike, tp: Ar
     }
 
 
-def prefill_layer_s(place: Place, sequences: ArrayLike, prompt_tokens: ArrayLike, tp: ArrayLike) -> Floats:
+def prefill_layer_s(
+    place: Place, sequences: ArrayLike, prompt_tokens: ArrayLike, tp: ArrayLike, ep: ArrayLike = 1.0
+) -> Floats:
     """Seconds of one layer over `sequences` prompts at once (a fraction of one: a chunk of its prompt)."""
-    count, prompt, ranks = np.broadcast_arrays(
-        *(np.asarray(value, dtype=np.float64) for value in (sequences, prompt_tokens, tp))
+    count, prompt, ranks, experts = np.broadcast_arrays(
+        *(np.asarray(value, dtype=np.float64) for value in (sequences, prompt_tokens, tp, ep))
     )
-    one = layer_forward(place, count * prompt, ranks)
+    one = layer_forward(place, count * prompt, ranks, experts, same_tokens=True)
     query, kv = heads_per_rank(place.shape, ranks)
     weight = place.calibration.correction
     attention = context_attention_s(place.gpu, count, prompt, query, kv, place.shape.head_dim, weight=weight)
     attention = attention * place.calibration.context_attention
-    return np.asarray(one.gemm + one.elementwise + one.tensor_parallel + attention)
+    return np.asarray(one.gemm + one.elementwise + one.tensor_parallel + one.expert_parallel + attention)
 
 
 def hop_s(place: Place, tp: Floats, pp: Floats, tokens: Floats) -> Floats:

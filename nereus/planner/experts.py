@@ -1,8 +1,8 @@
 """Mixtures of experts as the cost model sees them: an equivalent dense decoder for time, all experts for
 memory.
 
-The search plans dense models only, as the engines run them. This serves to check the model against published
-runs, most of which are of mixtures.
+This serves to check the model against published runs of mixtures, whose trainers cut them otherwise than
+units do (experts across units, shared experts, latent attention). What the search prices is in `layer_time`.
 """
 
 from __future__ import annotations

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from nereus.planner.candidate_set import CandidateSet, problem_of
 from nereus.planner.choose import Priced, best_of
+from nereus.planner.fixed import Cut
 from nereus.planner.lean import leanest
-from nereus.planner.plan import Plan
+from nereus.planner.plan import Assignment, Plan
 from nereus.planner.search import root_bound
 from nereus.planner.workload import ModelStage
 
 _ACTOR = (ModelStage.ACTOR_GENERATION, ModelStage.ACTOR_TRAINING)
 _WORTH_SOLVING = 1.25  # a family whose bound is beyond this many times the best step is only bounded
-
-Cut = tuple[int, int]  # (tp, pp)
 
 
 class Verdict(StrEnum):
@@ -35,7 +34,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All candidates of a model-stage with one (tp, pp), and why they are not in the plan.
+    """All candidates of a model-stage with one (tp, pp, ep, cp), and why they are not in the plan.
 
     `step_s` is the best step with the family when `proven_best`, else a lower bound of it; None where it
     does not fit. `reason` says it in words.
@@ -44,6 +43,8 @@ class Family:
     model_stage: ModelStage
     tp: int
     pp: int
+    ep: int
+    cp: int
     verdict: Verdict
     step_s: float | None
     proven_best: bool
@@ -57,9 +58,9 @@ class Family:
 def runner_ups(priced: Priced, best: Plan, num: int = 3) -> tuple[Plan, ...]:
     """The next best plans that cut the actor otherwise, best first; exact.
 
-    Two plans are variations of one idea when (tp, pp) of the actor's generation and of its training
-    agree. Each plan taken splits what is left in two: other cuts of generation, and the same with other
-    cuts of training (Lawler's partition).
+    Two plans are variations of one idea when (tp, pp, ep, cp) of the actor's generation and of its training
+    agree. Each plan taken splits what is left in two: other cuts of generation, and the same with other cuts
+    of training (Lawler's partition).
     """
     number = count()
     heap: list[tuple[float, int, Plan, Priced]] = [(best.step_s, next(number), best, priced)]
@@ -79,24 +80,25 @@ def _without(priced: Priced, plan: Plan) -> list[Priced]:
     rest: list[Priced] = []
     for model_stage in _ACTOR:
         chosen = plan.of(model_stage)
-        same = _is_cut(priced.set_of(model_stage), (chosen.tp, chosen.pp))
+        same = _is_cut(priced.set_of(model_stage), _cut_of(chosen))
         rest.append(priced.keep(model_stage, ~same))
         priced = priced.keep(model_stage, same)
     return rest
 
 
 def families(priced: Priced, best: Plan, model_stages: Iterable[ModelStage] = _ACTOR) -> tuple[Family, ...]:
-    """Every (tp, pp) of these model-stages with its verdict.
+    """Every (tp, pp, ep, cp) of these model-stages with its verdict.
 
     A family is solved by itself unless its bound already lies far beyond the best step.
     """
     found: list[Family] = []
     for model_stage in model_stages:
         item = priced.set_of(model_stage)
-        fitting = set(zip(item.tp.tolist(), item.pp.tolist(), strict=True))
+        columns = (item.tp, item.pp, item.ep, item.cp)
+        fitting = set(zip(*(column.tolist() for column in columns), strict=True))
         chosen = best.of(model_stage)
         for cut in item.cuts:
-            if cut == (chosen.tp, chosen.pp):
+            if cut == _cut_of(chosen):
                 continue
             found.append(
                 _solved(priced, best, model_stage, cut)
@@ -108,13 +110,15 @@ def families(priced: Priced, best: Plan, model_stages: Iterable[ModelStage] = _A
 
 def _solved(priced: Priced, best: Plan, model_stage: ModelStage, cut: Cut) -> Family:
     only = priced.keep(model_stage, _is_cut(priced.set_of(model_stage), cut))
-    tp, pp = cut
+    tp, pp, ep, cp = cut
     bound_s = min(root_bound(problem_of(only.request, only.sets, at)) for at in only.request.arrangements)
     if np.isfinite(bound_s) and bound_s > _WORTH_SOLVING * best.step_s:
         return Family(
             model_stage=model_stage,
             tp=tp,
             pp=pp,
+            ep=ep,
+            cp=cp,
             verdict=Verdict.SLOWER,
             step_s=bound_s,
             proven_best=False,
@@ -126,6 +130,8 @@ def _solved(priced: Priced, best: Plan, model_stage: ModelStage, cut: Cut) -> Fa
             model_stage=model_stage,
             tp=tp,
             pp=pp,
+            ep=ep,
+            cp=cp,
             verdict=Verdict.NO_ROOM,
             step_s=None,
             proven_best=True,
@@ -135,6 +141,8 @@ def _solved(priced: Priced, best: Plan, model_stage: ModelStage, cut: Cut) -> Fa
         model_stage=model_stage,
         tp=tp,
         pp=pp,
+        ep=ep,
+        cp=cp,
         verdict=Verdict.SLOWER,
         step_s=plan.step_s,
         proven_best=True,
@@ -148,6 +156,8 @@ def _too_big(priced: Priced, model_stage: ModelStage, cut: Cut) -> Family:
         model_stage=model_stage,
         tp=cut[0],
         pp=cut[1],
+        ep=cut[2],
+        cp=cut[3],
         verdict=Verdict.TOO_BIG,
         step_s=None,
         proven_best=True,
@@ -156,4 +166,9 @@ def _too_big(priced: Priced, model_stage: ModelStage, cut: Cut) -> Family:
 
 
 def _is_cut(item: CandidateSet, cut: Cut) -> NDArray[np.bool_]:
-    return np.asarray((item.tp == cut[0]) & (item.pp == cut[1]))
+    tp, pp, ep, cp = cut
+    return np.asarray((item.tp == tp) & (item.pp == pp) & (item.ep == ep) & (item.cp == cp))
+
+
+def _cut_of(item: Assignment) -> Cut:
+    return item.tp, item.pp, item.ep, item.cp

@@ -17,17 +17,21 @@ class Choice(StrEnum):
     TP = "tp"
     PP = "pp"
     DP = "dp"
+    EP = "ep"
+    CP = "cp"
     GPUS = "gpus"
     GPU = "gpu"
     MICRO_BATCH = "micro_batch"
     RECOMPUTE = "recompute"
     MAX_RESIDENT = "max_resident"
     AVOID = "avoid"
-    """A layout that is left out, e.g. `tp4pp2`; several may be."""
+    """A layout that is left out, e.g. `tp4pp2` or `tp1pp2ep4cp2`; several may be."""
 
 
 _WORDS = (Choice.GPU, Choice.RECOMPUTE, Choice.AVOID)
-_CUT = re.compile(r"tp(\d+)\s*pp(\d+)")
+_CUT = re.compile(r"tp(\d+)\s*pp(\d+)(?:\s*ep(\d+))?(?:\s*cp(\d+))?")
+
+Cut = tuple[int, int, int, int]  # (tp, pp, ep, cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +85,16 @@ def parse_fixes(text: str) -> tuple[Fix, ...]:
     return tuple(parse_fix(part) for part in text.split(",") if part.strip())
 
 
-def avoided(fixed: Iterable[Fix], model_stage: ModelStage) -> frozenset[tuple[int, int]]:
-    """The (tp, pp) that are left out of a model-stage's layouts."""
+def avoided(fixed: Iterable[Fix], model_stage: ModelStage) -> frozenset[Cut]:
+    """The layouts that are left out of a model-stage's; ep and cp are 1 where they are not named."""
     cuts = (
         _CUT.fullmatch(str(fix.value))
         for fix in fixed
         if fix.choice is Choice.AVOID and fix.covers(model_stage)
     )
-    return frozenset((int(cut[1]), int(cut[2])) for cut in cuts if cut is not None)
+    return frozenset(
+        (int(cut[1]), int(cut[2]), int(cut[3] or 1), int(cut[4] or 1)) for cut in cuts if cut is not None
+    )
 
 
 def chosen(fixed: Iterable[Fix], model_stage: ModelStage, choice: Choice) -> int | str | None:

@@ -9,11 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.planner.candidates import distinct
-from nereus.planner.collective_time import all_reduce_s
+from nereus.planner.collective_time import all_reduce_s, point_to_point_s
 from nereus.planner.decode_time import hop_s
 from nereus.planner.kernel_time import context_attention_s, elementwise_s, score_passes_s
 from nereus.planner.layer_time import Place, head_forward, layer_forward
-from nereus.planner.shard_size import heads_per_rank, rank_parameters, trained_parameters
+from nereus.planner.profile import LinkClass
+from nereus.planner.shard_size import (
+    feed_forward_parameters,
+    heads_per_rank,
+    rank_parameters,
+    trained_parameters,
+)
 from nereus.planner.workload import Recompute, Workload
 
 Floats = NDArray[np.float64]
@@ -50,6 +56,9 @@ class _Layer:
             "attention": 1 + BACKWARD_ATTENTION + scores,
             "elementwise": 3 + full,
             "tensor_parallel": 2 + full,
+            "expert_parallel": 2 + full,
+            # Keys and values go round again, with their gradients in twice as many bytes.
+            "context_parallel": 4 + full,
             "host": 3 + full,
         }
         return _Layer(
@@ -65,6 +74,8 @@ def inference_terms(
     tp: Floats,
     pp: Floats,
     dp: Floats,
+    ep: Floats | float = 1.0,
+    cp: Floats | float = 1.0,
     *,
     split: Sequence[int] | None = None,
 ) -> dict[str, Floats]:
@@ -72,7 +83,7 @@ def inference_terms(
     place = replace(place, calibration=place.calibration.in_scoring)
     share = np.ceil(workload.num_sequences / dp)
     micro = np.minimum(workload.micro_batch, share)
-    layer = _forward(place, workload, tp, pp, micro)
+    layer = _forward(place, workload, tp, pp, ep, cp, micro)
     terms = _pipeline(place, layer, pp, np.ceil(share / micro), split)
     return {name: term * place.calibration.inference for name, term in terms.items()}
 
@@ -83,6 +94,8 @@ def training_terms(
     tp: Floats,
     pp: Floats,
     dp: Floats,
+    ep: Floats | float = 1.0,
+    cp: Floats | float = 1.0,
     *,
     split: Sequence[int] | None = None,
 ) -> dict[str, Floats]:
@@ -94,16 +107,17 @@ def training_terms(
     steps = workload.num_mini_batches * workload.num_epochs
     share = np.ceil(workload.num_sequences / workload.num_mini_batches / dp)
     micro = np.minimum(workload.micro_batch, share)
-    forward = _forward(place, workload, tp, pp, micro)
+    forward = _forward(place, workload, tp, pp, ep, cp, micro)
     layer = forward.trained(workload.recompute, frozen=place.shape.lora is not None)
     pipeline = _pipeline(place, layer, pp, np.ceil(share / micro), split)
     terms = {name: steps * term for name, term in pipeline.items()}
     # The last micro-batch's backward pass in one stage hides the exchange of gradients.
     backward = np.ceil(place.shape.num_layers / pp) * (layer.total - forward.total)
-    parameters = rank_parameters(place.shape, tp, pp)
+    parameters = rank_parameters(place.shape, tp, pp, ep)
     if place.shape.lora is not None:
         parameters = trained_parameters(place.shape, tp, np.ceil(place.shape.num_layers / pp), True, True)
-    terms["data_parallel"] = steps * exposed_s(_gradients(place, workload, tp, pp, dp, parameters), backward)
+    gradients = _gradients(place, workload, tp, pp, dp, ep, cp, parameters)
+    terms["data_parallel"] = steps * exposed_s(gradients, backward)
     update = elementwise_s(place.gpu, parameters * OPTIMIZER_BYTES, 4)
     terms["optimizer"] = steps * update * place.calibration.optimizer
     return {name: term * place.calibration.training for name, term in terms.items()}
@@ -115,12 +129,24 @@ def exposed_s(communication: Floats, compute: Floats) -> Floats:
     return np.asarray(np.where(communication > 0, together - compute, 0.0)).clip(min=0.0)
 
 
-def _forward(place: Place, workload: Workload, tp: Floats, pp: Floats, sequences: Floats) -> _Layer:
-    """A forward pass of a micro-batch; only (tp, sequences) decide, so equal pairs are priced once."""
-    (ranks, count), back = distinct(tp, sequences)
+def _forward(
+    place: Place,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    ep: Floats | float,
+    cp: Floats | float,
+    sequences: Floats,
+) -> _Layer:
+    """A forward pass of a micro-batch; only (tp, ep, cp, sequences) decide, so equal ones are priced once.
+
+    Rows of a micro-batch are dealt over ep, tokens of each row divided over cp.
+    """
+    ep, cp = np.broadcast_to(ep, tp.shape), np.broadcast_to(cp, tp.shape)
+    (ranks, experts, ring, count), back = distinct(tp, ep, cp, np.ceil(sequences / ep))
     response, prompt = workload.response, workload.prompt_tokens
-    tokens = count * workload.sequence_tokens
-    one = layer_forward(place, tokens, ranks)
+    tokens = count * workload.sequence_tokens / ring
+    one = layer_forward(place, tokens, ranks, experts)
     query, kv = heads_per_rank(place.shape, ranks)
     # Attention's work grows with the squared length; this length gives the batch its true sum of squares.
     length = np.sqrt(prompt**2 + 2 * prompt * response.mean + response.mean_square)
@@ -128,18 +154,36 @@ def _forward(place: Place, workload: Workload, tp: Floats, pp: Floats, sequences
     attention = context_attention_s(place.gpu, count, length, query, kv, place.shape.head_dim, weight=weight)
     if moved_bytes := workload.attention.moved_bytes:
         attention = attention + score_passes_s(place.gpu, count, length, query, moved_bytes=moved_bytes)
-    head = head_forward(place, count * response.mean, ranks)
+    attention = attention * place.calibration.context_attention / ring
+    head = head_forward(place, count * response.mean / ring, ranks)
     return _Layer(
         terms={
             "gemm": one.gemm[back],
-            "attention": attention[back] * place.calibration.context_attention,
+            "attention": attention[back],
             "elementwise": one.elementwise[back],
             "tensor_parallel": one.tensor_parallel[back],
+            "expert_parallel": one.expert_parallel[back],
+            "context_parallel": _ring_s(place, tokens, ranks, experts, ring, attention)[back],
             "host": np.full_like(tp, place.calibration.layer_s),
         },
         head=head[back],
-        hop=hop_s(place, tp, pp, tokens[back]) + np.where(pp > 1, place.calibration.hop_s, 0.0),
+        hop=hop_s(place, tp * ep * cp, pp, tokens[back]) + np.where(pp > 1, place.calibration.hop_s, 0.0),
     )
+
+
+def _ring_s(place: Place, tokens: Floats, tp: Floats, ep: Floats, cp: Floats, attention: Floats) -> Floats:
+    """What is left of sending keys and values round the ring, beside the attention of each of its steps."""
+    _, kv = heads_per_rank(place.shape, tp)
+    size = place.precision.activation_bytes * 2 * kv * place.shape.head_dim * tokens
+    up, out = (
+        point_to_point_s(place.cluster, place.gpu_kind, size, link) * gain
+        for link, gain in (
+            (LinkClass.SCALE_UP, place.calibration.scale_up),
+            (LinkClass.SCALE_OUT, place.calibration.scale_out),
+        )
+    )
+    hop = np.where(tp * ep * cp <= place.gpus_per_node, up, out)  # all wait for the slowest link
+    return np.asarray((cp - 1) * np.maximum(hop - attention / cp, 0.0))
 
 
 def _pipeline(
@@ -166,10 +210,30 @@ def _pipeline(
 
 
 def _gradients(
-    place: Place, workload: Workload, tp: Floats, pp: Floats, dp: Floats, parameters: Floats
+    place: Place,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    dp: Floats,
+    ep: Floats | float,
+    cp: Floats | float,
+    parameters: Floats,
 ) -> Floats:
-    """Seconds to add up the gradients of all units."""
-    size = workload.grad_bytes * parameters
-    stride = (tp * pp).astype(np.int64)
-    up, out = all_reduce_s(place.cluster, place.gpu_kind, size, dp, stride)
-    return np.asarray(up * place.calibration.scale_up + out * place.calibration.scale_out)
+    """Seconds to add up the gradients of all units; and before, inside each, those of experts along cp and
+    those of all other weights along ep and cp.
+    """
+    ep, cp = np.broadcast_to(ep, tp.shape), np.broadcast_to(cp, tp.shape)
+    experts = np.zeros_like(tp)
+    if place.shape.experts is not None and place.shape.lora is None:
+        experts = np.ceil(place.shape.num_layers / pp) * feed_forward_parameters(place.shape, tp, ep)
+    sums = (
+        (parameters, dp, tp * pp * ep * cp),
+        (parameters - experts, ep * cp, tp),
+        (experts, cp, tp * ep),
+    )
+    total = np.zeros_like(tp)
+    for count, ranks, stride in sums:
+        size = workload.grad_bytes * np.maximum(count, 0.0)
+        up, out = all_reduce_s(place.cluster, place.gpu_kind, size, ranks, stride.astype(np.int64))
+        total = total + up * place.calibration.scale_up + out * place.calibration.scale_out
+    return total

@@ -17,18 +17,19 @@ PREFILL_TOKENS = 8192  # tokens an engine takes into one prefill step
 
 
 def generation_terms(
-    place: Place, workload: Workload, tp: Floats, pp: Floats, dp: Floats
+    place: Place, workload: Workload, tp: Floats, pp: Floats, dp: Floats, ep: Floats | float = 1.0
 ) -> dict[str, Floats]:
     """Seconds by term for candidates of shape [n].
 
-    Only (tp, pp, sequences of a unit) decide, so equal triples are priced once.
+    Only (tp, pp, ep, sequences of a unit) decide, so equal ones are priced once.
     """
-    (tp, pp, per_unit), back = distinct(tp, pp, np.ceil(workload.num_generated / dp))
+    ep = np.broadcast_to(ep, tp.shape)
+    (tp, pp, ep, per_unit), back = distinct(tp, pp, ep, np.ceil(workload.num_generated / dp))
     limit = np.inf if workload.most_resident is None else float(workload.most_resident)
     resident = np.minimum(per_unit, limit)
-    decode = _decode(place, workload, tp, pp, per_unit, resident)
+    decode = _decode(place, workload, tp, pp, ep, per_unit, resident)
     terms = {
-        "prefill": _prefill(place, workload, tp, pp, per_unit) * place.calibration.prefill,
+        "prefill": _prefill(place, workload, tp, pp, ep, per_unit) * place.calibration.prefill,
         **{name: term * place.calibration.decode for name, term in decode.items() if name != "host"},
         "host": decode["host"],
     }
@@ -36,7 +37,13 @@ def generation_terms(
 
 
 def _decode(
-    place: Place, workload: Workload, tp: Floats, pp: Floats, per_unit: Floats, resident: Floats
+    place: Place,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    ep: Floats,
+    per_unit: Floats,
+    resident: Floats,
 ) -> dict[str, Floats]:
     """Seconds of all decode steps.
 
@@ -56,9 +63,9 @@ def _decode(
     # One context for every row of `steps`, with and without the age that a queued batch starts from.
     fresh = prompt + np.concatenate((nodes.positions, [age]))
     aged = prompt + np.concatenate((nodes.positions, [0.0])) + age
-    sizes, row = np.unique(tp, return_inverse=True)
-    table = decode_table(place, sizes, float(resident.max()), np.concatenate((fresh, aged)))
-    return _add_steps(place, table, row.ravel(), tp, pp, steps, alive, queued)
+    (sizes, experts), row = distinct(tp, ep)
+    table = decode_table(place, sizes, float(resident.max()), np.concatenate((fresh, aged)), experts)
+    return _add_steps(place, table, row, tp * ep, pp, steps, alive, queued)
 
 
 def _drain(nodes: LengthNodes, queued: Floats, resident: Floats, everywhere: Floats) -> tuple[Floats, Floats]:
@@ -105,6 +112,7 @@ def _add_steps(
     return {
         "weights": over(table.layer),
         "tensor_parallel": over(table.tensor_parallel),
+        "expert_parallel": over(table.expert_parallel),
         "attention": np.asarray((steps * seconds).sum(0)),
         "head": over(table.head),
         "pipeline": np.asarray((steps * pp * hop_s(place, tp, pp, group)).sum(0)),
@@ -112,12 +120,14 @@ def _add_steps(
     }
 
 
-def _prefill(place: Place, workload: Workload, tp: Floats, pp: Floats, per_unit: Floats) -> Floats:
+def _prefill(
+    place: Place, workload: Workload, tp: Floats, pp: Floats, ep: Floats, per_unit: Floats
+) -> Floats:
     """Prompts in chunks of at most 8,192 tokens, pipelined over the stages."""
     prompt = workload.prompt_tokens
     tokens = per_unit * prompt
-    (size, chunk), back = distinct(tp, np.minimum(tokens, max(PREFILL_TOKENS, prompt)))
-    layer = prefill_layer_s(place, chunk / prompt, prompt, size)[back]
+    (size, experts, chunk), back = distinct(tp, ep, np.minimum(tokens, max(PREFILL_TOKENS, prompt)))
+    layer = prefill_layer_s(place, chunk / prompt, prompt, size, experts)[back]
     chunk = chunk[back]
-    stage = np.ceil(place.shape.num_layers / pp) * layer + hop_s(place, tp, pp, chunk)
+    stage = np.ceil(place.shape.num_layers / pp) * layer + hop_s(place, tp * ep, pp, chunk)
     return np.asarray((np.ceil(tokens / chunk) + pp - 1) * stage)

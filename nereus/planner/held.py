@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,8 @@ from nereus.planner.workload import ModelStage, Recompute, Workload
 
 GRID = 1.03
 """Lengths that are looked ahead to lie this factor, or a power of it, from those of now."""
-Sizes = tuple[tuple[ModelStage, int, int, int], ...]
-_LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.GPUS, Choice.GPU, Choice.AVOID)
+Sizes = tuple[tuple[ModelStage, int, int, int, int, int], ...]  # (tp, pp, dp, ep, cp) of a model-stage
+_LAYOUT = (Choice.TP, Choice.PP, Choice.DP, Choice.EP, Choice.CP, Choice.GPUS, Choice.GPU, Choice.AVOID)
 
 
 def priced(request: PlanRequest, largest: ClusterProfile | None = None) -> Priced:
@@ -102,19 +103,19 @@ def held(seated: Seated, request: PlanRequest) -> Plan | None:
 
 
 def sizes_of(plan: Plan) -> Sizes:
-    """(tp, pp, dp) of every model-stage."""
-    return tuple((item.model_stage, item.tp, item.pp, item.dp) for item in plan.assignments)
+    """(tp, pp, dp, ep, cp) of every model-stage."""
+    return tuple((item.model_stage, item.tp, item.pp, item.dp, item.ep, item.cp) for item in plan.assignments)
 
 
 @lru_cache(maxsize=65536)
 def with_layouts(request: PlanRequest, sizes: Sizes, largest: ClusterProfile | None = None) -> Plan | None:
     """The best plan with these layouts; None where they do not fit. `largest` as for `priced`."""
-    if max(tp * pp * dp for _, tp, pp, dp in sizes) > request.cluster.num_gpus:
+    if max(prod(numbers) for _, *numbers in sizes) > request.cluster.num_gpus:
         return None
     chosen = priced(request, largest)
-    for stage, tp, pp, dp in sizes:
+    for stage, tp, pp, dp, ep, cp in sizes:
         rows = chosen.set_of(stage)
-        same = (rows.tp == tp) & (rows.pp == pp) & (rows.dp == dp)
+        same = (rows.tp == tp) & (rows.pp == pp) & (rows.dp == dp) & (rows.ep == ep) & (rows.cp == cp)
         if not same.any():  # too big, or a dp that the space leaves out as no better than a smaller one
             return _with_fixes(request, sizes)
         chosen = chosen.keep(stage, same)
@@ -128,11 +129,12 @@ def _with_fixes(request: PlanRequest, sizes: Sizes) -> Plan | None:
 
 def layout_fixes(sizes: Sizes, *, dp: bool = True) -> tuple[Fix, ...]:
     """Layouts as fixed choices; without `dp` the number of units stays free."""
-    choices = (Choice.TP, Choice.PP, Choice.DP) if dp else (Choice.TP, Choice.PP)
+    choices = (Choice.TP, Choice.PP, Choice.DP, Choice.EP, Choice.CP)
     return tuple(
         Fix(scope=str(stage), choice=choice, value=value)
         for stage, *values in sizes
-        for choice, value in zip(choices, values, strict=False)
+        for choice, value in zip(choices, values, strict=True)
+        if dp or choice is not Choice.DP
     )
 
 

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nereus.emu.decoder import DecoderConfig
 from nereus.planner.calibration import NEUTRAL, Calibration
-from nereus.planner.collective_time import all_reduce_s
+from nereus.planner.collective_time import all_reduce_s, all_to_all_s
 from nereus.planner.kernel_time import elementwise_s, gemm_s
 from nereus.planner.profile import ClusterProfile, GpuProfile
 from nereus.planner.shard_size import heads_per_rank
@@ -66,39 +66,98 @@ class LayerTime:
     gemm: Floats
     elementwise: Floats
     tensor_parallel: Floats
+    expert_parallel: Floats
 
 
-def layer_forward(place: Place, tokens: ArrayLike, tp: ArrayLike, *, captured: bool = False) -> LayerTime:
-    """One layer over `tokens` tokens (broadcast with `tp`), without attention over the context.
+def layer_forward(
+    place: Place,
+    tokens: ArrayLike,
+    tp: ArrayLike,
+    ep: ArrayLike = 1.0,
+    *,
+    captured: bool = False,
+    same_tokens: bool | None = None,
+) -> LayerTime:
+    """One layer over `tokens` tokens of a rank (broadcast with `tp` and `ep`), without attention over the
+    context.
 
-    `captured`: the layer runs inside a captured graph, as a decode step does.
+    `captured`: the layer runs inside a captured graph, as a decode step does. `same_tokens`: the ranks along
+    ep have the same tokens, as in generation (so by default where captured), else tokens of their own.
     """
+    same_tokens = captured if same_tokens is None else same_tokens
     shape, precision, calibration = place.shape, place.precision, place.calibration
-    m, ranks = np.broadcast_arrays(np.asarray(tokens, dtype=np.float64), np.asarray(tp, dtype=np.float64))
+    m, ranks, experts = np.broadcast_arrays(
+        *(np.asarray(value, dtype=np.float64) for value in (tokens, tp, ep))
+    )
     query, kv = heads_per_rank(shape, ranks)
     h, d, f = shape.hidden_size, shape.head_dim, np.ceil(shape.intermediate_size / ranks)
+    visits = _visits(place, m, experts, same_tokens=same_tokens)
 
     # The four products of a layer (qkv, attention out, gate and up, down), priced in one call.
     wide, narrow = np.full_like(m, h), query * d
     products = gemm_s(
         place.gpu,
-        m,
+        np.stack([m, m, visits.rows, visits.rows]),
         np.stack([(query + 2 * kv) * d, wide, 2 * f, wide]),
         np.stack([wide, narrow, wide, f]),
         element_bytes=precision.weight_bytes,
         speed=precision.speed,
         weight=calibration.correction,
     )
-    gemm = products.sum(axis=0)
-    # Norms and residuals read and write the hidden state, rope the heads, the activation gate, up and result.
-    moved = precision.activation_bytes * m * (8 * h + 2 * (query + 2 * kv) * d + 3 * f)
+    gemm = products[0] + products[1] + visits.experts * (products[2] + products[3])
+    # Norms and residuals read and write the hidden state, rope the heads, the activation gate, up and result;
+    # a visit's input and output are copied once more, and weighed.
+    moved = m * (8 * h + 2 * (query + 2 * kv) * d) + visits.total * 3 * f
+    if shape.experts is not None:
+        moved = moved + visits.total * 5 * h
     size = precision.activation_bytes * m * h
     up, out = all_reduce_s(place.cluster, place.gpu_kind, size, ranks, 1, captured=captured)
     return LayerTime(
         gemm=gemm * calibration.gemm,
-        elementwise=elementwise_s(place.gpu, moved, _SMALL_KERNELS) * calibration.elementwise,
+        elementwise=elementwise_s(place.gpu, precision.activation_bytes * moved, _SMALL_KERNELS)
+        * calibration.elementwise,
         tensor_parallel=2 * (up * calibration.scale_up + out * calibration.scale_out),
+        expert_parallel=_joining_s(place, m, ranks, experts, same_tokens=same_tokens, captured=captured),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Visits:
+    """What the experts of one rank see in one layer: how many of them any token visits, rows of each of
+    these, and rows of all. A dense layer is one expert that all tokens visit.
+    """
+
+    experts: Floats
+    rows: Floats
+    total: Floats
+
+
+def _visits(place: Place, tokens: Floats, ep: Floats, *, same_tokens: bool) -> _Visits:
+    """Tokens choose k of E experts evenly: n of them touch E (1 - (1 - k/E)^n)."""
+    shape = place.shape.experts
+    if shape is None:
+        return _Visits(experts=np.ones_like(tokens), rows=tokens, total=tokens)
+    everywhere = tokens if same_tokens else tokens * ep
+    touched = shape.num / ep * -np.expm1(everywhere * np.log1p(-min(shape.per_token / shape.num, 1 - 1e-12)))
+    total = everywhere * shape.per_token / ep
+    experts = np.maximum(touched, np.minimum(total, 1.0))
+    return _Visits(experts=experts, rows=np.maximum(total / experts, 1.0), total=total)
+
+
+def _joining_s(
+    place: Place, tokens: Floats, tp: Floats, ep: Floats, *, same_tokens: bool, captured: bool
+) -> Floats:
+    """Two all-to-alls of the visits, or the all-reduce that joins the outputs of ranks with equal tokens."""
+    shape, calibration = place.shape.experts, place.calibration
+    if shape is None or not (ep > 1).any():
+        return np.zeros_like(tokens)
+    size = place.precision.activation_bytes * tokens * place.shape.hidden_size
+    if same_tokens:
+        up, out = all_reduce_s(place.cluster, place.gpu_kind, size, ep, tp, captured=captured)
+    else:
+        up, out = all_to_all_s(place.cluster, place.gpu_kind, size * shape.per_token, ep, tp)
+        up, out = 2 * up, 2 * out
+    return np.asarray(up * calibration.scale_up + out * calibration.scale_out)
 
 
 def head_forward(place: Place, tokens: ArrayLike, tp: ArrayLike) -> Floats:

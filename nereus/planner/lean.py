@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus.planner.candidate_set import stage_options
+from nereus.planner.fixed import Cut
 from nereus.planner.layouts import layouts
 from nereus.planner.memory import stage_memories, usable_bytes
 from nereus.planner.request import PlanRequest
@@ -39,26 +40,25 @@ class Need:
         )
 
 
-def leanest(request: PlanRequest, model_stage: ModelStage, cut: tuple[int, int] | None = None) -> Need:
-    """The smallest need over layouts (or those with this (tp, pp)) and options, where it fits best.
+def leanest(request: PlanRequest, model_stage: ModelStage, cut: Cut | None = None) -> Need:
+    """The smallest need over layouts (or those with this (tp, pp, ep, cp)) and options, where it fits best.
 
     Assumes that there is such a layout.
     """
     needs: list[Need] = []
     for pool in request.cluster.pools:
         kind = pool.gpu.name
-        tp, pp, dp = layouts(model_stage, request.workload, pool, request.space, request.fixed)
+        sizes = layouts(model_stage, request.workload, pool, request.space, request.fixed)
         if cut is not None:
-            same = (tp == cut[0]) & (pp == cut[1])
-            tp, pp, dp = tp[same], pp[same], dp[same]
-        if not len(tp):
+            at = np.stack([sizes[axis] for axis in (0, 1, 3, 4)])
+            same = (at == np.array(cut, dtype=np.float64)[:, None]).all(axis=0)
+            sizes = tuple(size[same] for size in sizes)
+        if not len(sizes[0]):
             continue
         for option in stage_options(request, model_stage):
             memory = stage_memories(
                 model_stage,
-                tp,
-                pp,
-                dp,
+                *sizes,
                 workload=option.apply(request.workload),
                 cluster=request.cluster,
                 gpu_kind=kind,

@@ -59,20 +59,22 @@ def stage_memories(
     tp: ArrayLike,
     pp: ArrayLike,
     dp: ArrayLike,
+    ep: ArrayLike = 1.0,
+    cp: ArrayLike = 1.0,
     *,
     workload: Workload,
     cluster: ClusterProfile,
     gpu_kind: str,
 ) -> StageMemories:
-    """Memory of a model-stage for arrays of (tp, pp, dp); they broadcast to one dimension.
+    """Memory of a model-stage for arrays of (tp, pp, dp, ep, cp); they broadcast to one dimension.
 
     Raises ConfigError for a model the workload lacks or an unknown GPU kind.
     """
-    sizes = as_candidates(tp, pp, dp)
+    sizes = as_candidates(tp, pp, dp, ep, cp)
     fixed_share = cluster.pool(gpu_kind).gpu.fixed_share
     shape = workload.shape(model_stage)
     if model_stage.stage is Stage.GENERATION:
-        terms = generation_bytes(shape, workload, *sizes)
+        terms = generation_bytes(shape, workload, *sizes[:4])
     elif model_stage.stage is Stage.INFERENCE:
         terms = inference_bytes(shape, workload, *sizes)
     else:
@@ -89,27 +91,34 @@ def stage_memory(
     tp: int,
     pp: int,
     dp: int,
+    ep: int = 1,
+    cp: int = 1,
     *,
     workload: Workload,
     cluster: ClusterProfile,
     gpu_kind: str,
 ) -> StageMemory:
-    """Memory of a model-stage with `dp` units of layout (tp, pp)."""
-    return stage_memories(model_stage, tp, pp, dp, workload=workload, cluster=cluster, gpu_kind=gpu_kind).at(
-        0
-    )
+    """Memory of a model-stage with `dp` units of layout (tp, pp, ep, cp)."""
+    sizes = (tp, pp, dp, ep, cp)
+    return stage_memories(model_stage, *sizes, workload=workload, cluster=cluster, gpu_kind=gpu_kind).at(0)
 
 
 def rank_memories(
-    model_stage: ModelStage, tp: int, pp: int, dp: int, *, workload: Workload
+    model_stage: ModelStage,
+    tp: int,
+    pp: int,
+    dp: int,
+    ep: int = 1,
+    cp: int = 1,
+    *,
+    workload: Workload,
 ) -> tuple[StageMemory, ...]:
-    """Memory of every pipeline stage of one unit, first to last; all tp ranks of a stage hold as much at
-    most.
+    """Memory of every pipeline stage of one unit, first to last; all ranks of a stage hold as much at most.
 
     The first layers take the remainder of an uneven split, as layouts do.
     """
     shape, one = workload.shape(model_stage), np.ones(1)
-    sizes = (tp * one, pp * one, dp * one)
+    sizes = (tp * one, pp * one, dp * one, ep * one, cp * one)
     base, extra = divmod(shape.num_layers, pp)
     split = tuple(base + (index < extra) for index in range(pp))
     found = []
@@ -117,9 +126,11 @@ def rank_memories(
         if model_stage.stage is Stage.TRAINING:
             terms = training_bytes(shape, workload, *sizes, split=split, only=index)
         else:
-            price = generation_bytes if model_stage.stage is Stage.GENERATION else inference_bytes
-            terms = price(shape, workload, *sizes)
-            terms["weights"] = workload.dtype_bytes * stage_parameters(shape, one * tp, split, index)
+            if model_stage.stage is Stage.GENERATION:
+                terms = generation_bytes(shape, workload, *sizes[:4])
+            else:
+                terms = inference_bytes(shape, workload, *sizes)
+            terms["weights"] = workload.dtype_bytes * stage_parameters(shape, one * tp, split, index, ep)
             if "kv_cache" in terms:
                 terms["kv_cache"] = terms["kv_cache"] * split[index] / split[0]
             if index < pp - 1:

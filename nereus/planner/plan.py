@@ -25,6 +25,8 @@ class Assignment:
     tp: int
     pp: int
     dp: int
+    ep: int
+    cp: int
     gpu_kind: str
     ranks: tuple[int, ...]
     layers: tuple[int, ...]
@@ -37,18 +39,29 @@ class Assignment:
     @property
     def num_gpus(self) -> int:
         """GPUs that the model-stage occupies."""
-        return self.tp * self.pp * self.dp
+        return self.unit_size * self.dp
+
+    @property
+    def unit_size(self) -> int:
+        """Ranks of one unit."""
+        return self.tp * self.pp * self.ep * self.cp
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each unit in layout order."""
-        size = self.tp * self.pp
+        size = self.unit_size
         return tuple(self.ranks[at : at + size] for at in range(0, len(self.ranks), size))
 
     @property
     def text(self) -> str:
-        """E.g. "tp2 pp1 dp4"."""
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+        """E.g. "tp2 pp1 dp4"; ep and cp where they are above 1."""
+        more = "".join(f" {axis}{size}" for axis, size in self.more_axes.items())
+        return f"tp{self.tp} pp{self.pp}{more} dp{self.dp}"
+
+    @property
+    def more_axes(self) -> dict[str, int]:
+        """ep and cp, where they are above 1."""
+        return {axis: size for axis, size in (("ep", self.ep), ("cp", self.cp)) if size > 1}
 
     @property
     def resident_bytes(self) -> int:
@@ -112,10 +125,10 @@ class Plan:
         return slowest, slowest.cost.bottleneck
 
     @property
-    def signature(self) -> tuple[tuple[str, int, int], ...]:
-        """(tp, pp) of the actor's two stages: two plans with equal signatures are variations of one idea."""
+    def signature(self) -> tuple[tuple[str, int, int, int, int], ...]:
+        """(tp, pp, ep, cp) of the actor's two stages: equal ones make plans variations of one idea."""
         return tuple(
-            (str(item.model_stage), item.tp, item.pp)
+            (str(item.model_stage), item.tp, item.pp, item.ep, item.cp)
             for item in self.assignments
             if item.model_stage in (ModelStage.ACTOR_GENERATION, ModelStage.ACTOR_TRAINING)
         )
@@ -128,6 +141,7 @@ class Plan:
                 "tp": items[stage].tp,
                 "pp": items[stage].pp,
                 "dp": items[stage].dp,
+                **items[stage].more_axes,
                 "gpus": list(items[stage].ranks),
                 "layers": list(items[stage].layers),
             }
@@ -169,6 +183,8 @@ def _assignment_json(item: Assignment) -> dict[str, Any]:
         "tp": item.tp,
         "pp": item.pp,
         "dp": item.dp,
+        "ep": item.ep,
+        "cp": item.cp,
         "num_gpus": item.num_gpus,
         "gpu_kind": item.gpu_kind,
         "ranks": list(item.ranks),

@@ -53,6 +53,12 @@ class StageOptions:
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.FULL)
     max_residents: tuple[int | None, ...] = (None, 256, 64)
 
+    @property
+    def dealt_micro_batches(self) -> tuple[int, ...]:
+        """Micro-batches of a mixture, whose rows are dealt over ep: up to 8 for each of 8 ranks."""
+        most = max(self.train_micro_batches)
+        return tuple(sorted({*self.train_micro_batches, *(most << power for power in range(1, 4))}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:

@@ -122,13 +122,16 @@ def _boxes(item: Assignment, place: Mapping[int, int], count: int) -> Floats:
     total, ends = sum(item.layers), np.concatenate(([0], np.cumsum(item.layers)))
     boxes = np.zeros((count, 4))
     for at, rank in enumerate(item.ranks):
-        stage, position = divmod(at % (item.tp * item.pp), item.tp)
+        stage, place_in_stage = divmod(at % item.unit_size, item.unit_size // item.pp)
+        # Ranks along cp hold the same; of a mixture nearly all bytes are those of experts, which ep divides.
+        width = item.ep * item.tp
+        position = place_in_stage % width
         if rank in place:
             boxes[place[rank]] = (
                 ends[stage] / total,
                 ends[stage + 1] / total,
-                position / item.tp,
-                (position + 1) / item.tp,
+                position / width,
+                (position + 1) / width,
             )
     return boxes
 

@@ -1,7 +1,8 @@
 """Bytes of each stage on its fullest GPU, by term: the formulas behind `memory`.
 
 Notation: b sequences of s tokens in a micro-batch, h hidden, d head size, f feed-forward width, V vocabulary,
-t = tp, p = pp.
+t = tp, p = pp. Rows of a micro-batch are dealt over ep, tokens of each row divided over cp; in generation all
+ranks along ep have all rows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ _MASTER_BYTES, _MOMENT_BYTES = 4, 8
 _LOGIT_COPIES_SCORED, _LOGIT_COPIES_TRAINED = 2, 3  # logits and soft-max; and their gradient
 
 
-def generation_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: Floats, dp: Floats) -> Terms:
+def generation_bytes(
+    shape: DecoderConfig,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    dp: Floats,
+    ep: Floats | float = 1.0,
+) -> Terms:
     """Weights, cache of the sequences held at once, and an engine's working memory, shape [n].
 
     An engine that lives beside the other stages keeps weights of its own, cache and graphs all the while.
@@ -53,7 +61,7 @@ def generation_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: F
     if serving is not None:
         return _served_bytes(shape, workload, serving, tp, pp, resident, prefill)
     return {
-        "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp),
+        "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp, ep),
         "kv_cache": kv_bytes_per_token(shape, tp, pp, workload.dtype_bytes)
         * resident_tokens(workload, resident),
         "activations": prefill * live_layer_bytes(shape, tp, workload),
@@ -62,7 +70,7 @@ def generation_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: F
         * np.minimum(resident, _SAMPLED)
         * np.ceil(shape.vocab_size / tp),
         "graphs": one * _GRAPH_BYTES,
-        "communication": _groups(tp, pp, one * 0),
+        "communication": _groups(tp, pp, one * 0, ep),
         "context": one * _CONTEXT_BYTES,
     }
 
@@ -127,17 +135,26 @@ def resident_tokens(workload: Workload, resident: ArrayLike) -> Floats:
     )
 
 
-def inference_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, pp: Floats, dp: Floats) -> Terms:
+def inference_bytes(
+    shape: DecoderConfig,
+    workload: Workload,
+    tp: Floats,
+    pp: Floats,
+    dp: Floats,
+    ep: Floats | float = 1.0,
+    cp: Floats | float = 1.0,
+) -> Terms:
     """Weights and one micro-batch's working memory, shape [n]."""
     one = np.ones_like(tp)
-    sequences = np.minimum(workload.micro_batch, np.ceil(workload.num_sequences / dp))
-    tokens = sequences * workload.max_sequence_tokens
+    sequences = np.ceil(np.minimum(workload.micro_batch, np.ceil(workload.num_sequences / dp)) / ep)
+    tokens = sequences * workload.max_sequence_tokens / cp
     return {
-        "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp),
+        "weights": workload.dtype_bytes * rank_parameters(shape, tp, pp, ep),
         "activations": tokens * live_layer_bytes(shape, tp, workload)
-        + _score_bytes(shape, workload, tp, sequences),
+        + _score_bytes(shape, workload, tp, sequences) / cp
+        + _ring_bytes(shape, workload, tp, cp, tokens),
         "logits": _logits(shape, workload, tp, tokens, _LOGIT_COPIES_SCORED),
-        "communication": _groups(tp, pp, one * 0),
+        "communication": _groups(tp, pp, one * 0, ep, cp),
         "context": one * _CONTEXT_BYTES,
     }
 
@@ -148,6 +165,8 @@ def training_bytes(
     tp: Floats,
     pp: Floats,
     dp: Floats,
+    ep: Floats | float = 1.0,
+    cp: Floats | float = 1.0,
     *,
     split: Sequence[int] | None = None,
     only: int | None = None,
@@ -165,7 +184,7 @@ def training_bytes(
 
     def stage(layers: Floats, after: Floats | int, first: _Holds, last: _Holds) -> Terms:
         in_flight = rounds if workload.pipeline is Pipeline.GPIPE else np.minimum(after, rounds)
-        return _train_stage(shape, workload, tp, dp, sequences, layers, in_flight, first, last)
+        return _train_stage(shape, workload, tp, dp, ep, cp, sequences, layers, in_flight, first, last)
 
     if split is None:
         most, least = np.ceil(shape.num_layers / pp), np.floor(shape.num_layers / pp)
@@ -178,7 +197,7 @@ def training_bytes(
         ]
     fullest = np.argmax(np.stack([np.asarray(sum(terms.values())) for terms in stages]), axis=0)
     terms = {name: np.asarray(np.choose(fullest, [part[name] for part in stages])) for name in stages[0]}
-    terms["communication"] = _groups(tp, pp, np.where(dp > 1, 1.0, 0.0))
+    terms["communication"] = _groups(tp, pp, np.where(dp > 1, 1.0, 0.0), ep, cp)
     terms["context"] = np.full_like(tp, _CONTEXT_BYTES)
     return terms
 
@@ -188,6 +207,8 @@ def _train_stage(
     workload: Workload,
     tp: Floats,
     dp: Floats,
+    ep: Floats | float,
+    cp: Floats | float,
     sequences: Floats,
     layers: Floats,
     in_flight: Floats,
@@ -195,11 +216,12 @@ def _train_stage(
     head: _Holds,
 ) -> Terms:
     """One pipeline stage; `embedding` and `head` say whether it holds them."""
-    parameters = held_parameters(shape, tp, layers, embedding, head)
+    parameters = held_parameters(shape, tp, layers, embedding, head, ep)
     adapters = np.asarray(layers) * adapter_parameters(shape, tp)
-    trained = trained_parameters(shape, tp, layers, embedding, head)
-    tokens = sequences * workload.max_sequence_tokens
-    live = tokens * live_layer_bytes(shape, tp, workload) + _score_bytes(shape, workload, tp, sequences)
+    trained = trained_parameters(shape, tp, layers, embedding, head, ep)
+    rows = np.ceil(sequences / ep)
+    tokens = rows * workload.max_sequence_tokens / cp
+    live = tokens * live_layer_bytes(shape, tp, workload) + _score_bytes(shape, workload, tp, rows) / cp
     if workload.recompute is Recompute.FULL:
         kept = tokens * workload.dtype_bytes * shape.hidden_size
     elif workload.recompute is Recompute.SELECTIVE:
@@ -210,7 +232,7 @@ def _train_stage(
     again = live if workload.recompute is not Recompute.NONE else np.zeros_like(live)
     held = trained / dp if workload.zero1 else trained
     staged = held if workload.zero1 else np.zeros_like(trained)
-    activations = kept * layers * in_flight + again
+    activations = kept * layers * in_flight + again + 3 * _ring_bytes(shape, workload, tp, cp, tokens)
     logits = np.where(head, _logits(shape, workload, tp, tokens, _LOGIT_COPIES_TRAINED), 0.0)
     terms = {
         "weights": workload.dtype_bytes * (parameters + adapters),
@@ -231,12 +253,25 @@ def live_layer_bytes(shape: DecoderConfig, tp: ArrayLike, workload: Workload) ->
     """Bytes a token of one layer's tensors while all live, without scores.
 
     Two norms' inputs and outputs are whole on every rank (no sequence parallelism): 4 h. Cut by t: q, k, v
-    and the attention's output; gate, up, activated gate and product: 4 f.
+    and the attention's output; gate, up, activated gate and product: 4 f. Of experts each of k visits has the
+    latter, and its input and output twice, before and after the dispatch: 4 h.
     """
     query, kv = heads_per_rank(shape, tp)
     width = np.ceil(shape.intermediate_size / np.asarray(tp, dtype=np.float64))
     heads = (2 * query + 2 * kv) * shape.head_dim
-    return np.asarray(workload.dtype_bytes * (4.0 * shape.hidden_size + heads + 4 * width))
+    feed_forward = 4 * width
+    if shape.experts is not None:
+        feed_forward = shape.experts.per_token * (feed_forward + 4.0 * shape.hidden_size)
+    return np.asarray(workload.dtype_bytes * (4.0 * shape.hidden_size + heads + feed_forward))
+
+
+def _ring_bytes(
+    shape: DecoderConfig, workload: Workload, tp: Floats, cp: Floats | float, tokens: Floats
+) -> Floats:
+    """Keys and values on their way, and those that come; and the float32 output that blocks are merged in."""
+    query, kv = heads_per_rank(shape, tp)
+    held = shape.head_dim * (2 * 2 * kv * workload.dtype_bytes + 4 * query)
+    return np.asarray(np.where(np.asarray(cp) > 1, tokens * held, 0.0))
 
 
 def _score_bytes(shape: DecoderConfig, workload: Workload, tp: Floats, sequences: Floats) -> Floats:
@@ -253,6 +288,9 @@ def _logits(shape: DecoderConfig, workload: Workload, tp: Floats, tokens: Floats
     return np.asarray(4.0 * copies * np.minimum(tokens, chunk) * np.ceil(shape.vocab_size / tp))
 
 
-def _groups(tp: Floats, pp: Floats, more: Floats) -> Floats:
+def _groups(
+    tp: Floats, pp: Floats, more: Floats, ep: Floats | float = 1.0, cp: Floats | float = 1.0
+) -> Floats:
     """Buffers of the unit's communicators, of those across units, and of the default one."""
-    return np.asarray(_GROUP_BYTES * (1.0 + (tp > 1) * 1.0 + (pp > 1) * 1.0 + more))
+    inside = sum((np.asarray(size) > 1) * 1.0 for size in (tp, pp, ep, cp))
+    return np.asarray(_GROUP_BYTES * (1.0 + inside + more))

@@ -24,11 +24,13 @@ PULL = 1e-4  # towards the general prior: weak, for the lengths of a job's steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The layout of a model-stage: `dp` units of (tp, pp)."""
+    """The layout of a model-stage: `dp` units of (tp, pp, ep, cp)."""
 
     tp: int
     pp: int
     dp: int
+    ep: int = 1
+    cp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class _Priced:
         work = step.workload(self.base)
         return {
             name: stage_time(
-                name, size.tp, size.pp, size.dp, workload=work, cluster=self.cluster,
+                name, size.tp, size.pp, size.dp, size.ep, size.cp, workload=work, cluster=self.cluster,
                 gpu_kind=self.gpu_kind, calibration=calibration,
             ).latency_s
             for name, size in step.sizes.items()

@@ -57,9 +57,9 @@ def sweep(request: PlanRequest, values: Sequence[float], change: Change) -> Swee
     return Sweep(values=tuple(values), plans=plans, segments=tuple(segments))
 
 
-def layouts_of(plan: Plan) -> tuple[tuple[str, int, int, int, str], ...]:
+def layouts_of(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """The layouts of the actor's two stages."""
-    return tuple((str(a.model_stage), a.tp, a.pp, a.dp, a.gpu_kind) for a in _actor(plan))
+    return tuple((str(a.model_stage), a.text, a.gpu_kind) for a in _actor(plan))
 
 
 def _actor(plan: Plan) -> list[Assignment]:
@@ -72,6 +72,7 @@ def with_layouts(priced: Priced, plan: Plan) -> Priced:
     for item in _actor(plan):
         rows = priced.set_of(item.model_stage)
         same = (rows.tp == item.tp) & (rows.pp == item.pp) & (rows.dp == item.dp)
+        same &= (rows.ep == item.ep) & (rows.cp == item.cp)
         priced = priced.keep(
             item.model_stage, np.asarray(same & (rows.seat.pool == kinds.index(item.gpu_kind)))
         )

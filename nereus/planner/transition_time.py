@@ -114,7 +114,7 @@ def transition_cost(
 def _serving(seated: Seated) -> frozenset[Layout]:
     """The units of generation."""
     return frozenset(
-        Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers)
+        Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers, ep=item.ep, cp=item.cp)
         for item in seated.plan.assignments
         if item.model_stage is ModelStage.ACTOR_GENERATION
         for ranks in seated.units(item)
@@ -144,7 +144,7 @@ def cluster_state(seated: Seated, alive: frozenset[GpuId], models: ModelShapes, 
         Unit(
             id=UnitId(str(item.model_stage), number),
             model=str(item.model_stage.model),
-            layout=Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers),
+            layout=Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers, ep=item.ep, cp=item.cp),
             kinds=serving_kinds(_DTYPES[dtype])
             if _has_adapters(models, item.model_stage)
             else kinds_of(item.model_stage.stage, _DTYPES[dtype]),

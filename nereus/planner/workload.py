@@ -253,11 +253,13 @@ class Workload:
         rows = None if serving is None else serving.rows
         return min((size for size in (self.max_resident, rows) if size is not None), default=None)
 
-    def problem_at(self, model_stage: ModelStage, tp: int, pp: int) -> Problem | None:
-        """Why the engine of a model-stage cannot run it at (tp, pp); None where it can."""
+    def problem_at(
+        self, model_stage: ModelStage, tp: int, pp: int, ep: int = 1, cp: int = 1
+    ) -> Problem | None:
+        """Why the engine of a model-stage cannot run it at (tp, pp, ep, cp); None where it can."""
         engines = self.engines
         engine = engines.of(model_stage.stage)
-        return problem_with(engine, self.shape(model_stage), tp, pp, on_cpu=engines.on_cpu)
+        return problem_with(engine, self.shape(model_stage), tp, pp, ep, cp, on_cpu=engines.on_cpu)
 
     @property
     def sequence_tokens(self) -> float:

@@ -324,6 +324,8 @@ def neutral_terms(adapter: Adapter, response: LengthDistribution) -> dict[ModelS
             item.tp,
             item.pp,
             item.dp,
+            item.ep,
+            item.cp,
             workload=item.option.apply(workload),
             cluster=seated.cluster,
             gpu_kind=item.gpu_kind,
@@ -348,7 +350,15 @@ def seated_stages(stages: Mapping[str, StageSpec], seated: Seated) -> dict[str, 
     for name, spec in stages.items():
         item, model = items[ModelStage(name)], spec.tensors
         units = tuple(
-            Layout.make(model, tp=item.tp, pp=item.pp, ranks=unit, layers=item.layers)
+            Layout.make(
+                model,
+                tp=item.tp,
+                pp=item.pp,
+                ep=item.ep,
+                cp=item.cp,
+                ranks=unit,
+                layers=item.layers,
+            )
             for unit in seated.units(item)
         )
         out[name] = replace(spec, units=units)

@@ -68,7 +68,7 @@ def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
     sizes = {}
     for name in config.model_stages:
         stage = plan.stage(name)
-        sizes[ModelStage(name)] = Sizes(tp=stage.tp, pp=stage.pp, dp=stage.num_gpus // (stage.tp * stage.pp))
+        sizes[ModelStage(name)] = Sizes(tp=stage.tp, pp=stage.pp, dp=stage.dp, ep=stage.ep, cp=stage.cp)
     in_turn = frozenset(stage for stage in Stage if _share_gpus(config, plan, stage))
     seconds: dict[Stage, float] = {}
     # The cost model counts these as training, by the training engine.

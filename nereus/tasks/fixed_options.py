@@ -6,9 +6,10 @@ else with recomputation. That is what a job that adapts does where nothing fits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from nereus.emu.layout import Layout
 from nereus.emu.stage import StageSpec
 from nereus.errors import ConfigError
 from nereus.planner.held import Sizes, leaner, with_layouts
@@ -55,9 +56,15 @@ def less_at_once(request: PlanRequest, stages: Mapping[str, StageSpec]) -> Mappi
 
 
 def layouts_of(stages: Mapping[str, StageSpec]) -> Sizes:
-    """(tp, pp, dp) as the planner asks for them; the critic scores under the layout that it trains with."""
-    out = [(ModelStage(name), s.units[0].tp, s.units[0].pp, len(s.units)) for name, s in stages.items()]
+    """(tp, pp, dp, ep, cp) as the planner asks for them; the critic scores under the layout that it trains
+    with.
+    """
+    sizes = {ModelStage(name): _sizes(spec.units) for name, spec in stages.items()}
     if CRITIC in stages:
-        _, tp, pp, dp = next(item for item in out if item[0] is ModelStage.CRITIC_TRAINING)
-        out.append((ModelStage.CRITIC_INFERENCE, tp, pp, dp))
-    return tuple(out)
+        sizes[ModelStage.CRITIC_INFERENCE] = sizes[ModelStage.CRITIC_TRAINING]
+    return tuple((name, *numbers) for name, numbers in sizes.items())
+
+
+def _sizes(units: Sequence[Layout]) -> tuple[int, int, int, int, int]:
+    first = units[0]
+    return first.tp, first.pp, len(units), first.ep, first.cp

@@ -116,6 +116,7 @@ def stages_under(
             engine=engine_of(config, stage.role),
             optimizer=adam if stage.role == "training" else None,
             recompute=config.models.recompute,
+            router_balance=config.models.router_balance if stage.role == "training" else 0.0,
             zero1=optimizer.zero1 and stage.role == "training",
             serving=serving_of(config, stage.model)
             if engine_of(config, stage.role) == "vllm"
@@ -163,15 +164,27 @@ def _units(
     config: CampaignConfig, plan: PlanConfig, name: str, model: DecoderConfig, engine: EngineName
 ) -> tuple[Layout, ...]:
     stage = plan.stage(name)
-    spec, size = decoder_spec(model), stage.tp * stage.pp
+    spec, size = decoder_spec(model), stage.num_gpus // stage.dp
     try:
         units = tuple(
             Layout.make(
-                spec, tp=stage.tp, pp=stage.pp, ranks=stage.gpu_ids[at : at + size], layers=stage.layers
+                spec,
+                tp=stage.tp,
+                pp=stage.pp,
+                ep=stage.ep,
+                cp=stage.cp,
+                ranks=stage.gpu_ids[at : at + size],
+                layers=stage.layers,
             )
             for at in range(0, stage.num_gpus, size)
         )
-        check_layout(engine, model, units[0], on_cpu=device(config) == "cpu")
+        check_layout(
+            engine,
+            model,
+            units[0],
+            on_cpu=device(config) == "cpu",
+            generates=name == GENERATION,
+        )
         return units
     except InvalidLayout as error:
         raise ConfigError(f"plan.{name.replace('.', '_')}: {error}") from error

@@ -92,6 +92,12 @@ def test_dynamic_batches_become_a_limit_in_tokens() -> None:
     assert "micro_batch_tokens" not in adopt_verl(grpo(**{dynamic: False, limit: 24_000})).tree["batch"]
 
 
+def test_sequences_that_verl_cuts_over_gpus_are_cut_along_cp() -> None:
+    found = adopt_verl(grpo(**{"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 4}))
+    assert found.tree["plan"]["actor_training"] == {"tp": 1, "pp": 1, "cp": 4, "dp": 2}
+    assert "cp" not in adopt_verl(grpo()).tree["plan"]["actor_training"]
+
+
 def test_a_yaml_tree_and_overrides_are_read_as_one_with_the_later_winning(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("data: {train_batch_size: 64}\nalgorithm: {adv_estimator: gae, gamma: 0.99}\n")

@@ -37,9 +37,9 @@ def test_runner_ups_are_the_best_of_all_other_cuts_of_the_actor() -> None:
     priced, best = solved(request("1x8xH100", "qwen3-1.7b", algorithm=Algorithm.GRPO))
     steps: dict[object, float] = {}
     generation, training = (priced.set_of(stage) for stage in ACTOR)
-    for tp, pp in generation.cuts:
+    for tp, pp, _, _ in generation.cuts:
         half = priced.keep(ACTOR[0], (generation.tp == tp) & (generation.pp == pp))
-        for tp_2, pp_2 in training.cuts:
+        for tp_2, pp_2, _, _ in training.cuts:
             plan = best_of(half.keep(ACTOR[1], (training.tp == tp_2) & (training.pp == pp_2)))
             if plan is not None:
                 steps[plan.signature] = plan.step_s
@@ -54,8 +54,8 @@ def test_every_family_has_a_verdict_that_a_fixed_choice_confirms() -> None:
     priced, best = solved(asked)
     found = families(priced, best)
     assert {family.verdict for family in found} >= {Verdict.TOO_BIG, Verdict.SLOWER}
-    chosen = {(stage, (best.of(stage).tp, best.of(stage).pp)) for stage in ACTOR}
-    listed = {(family.model_stage, (family.tp, family.pp)) for family in found}
+    chosen = {(stage, (best.of(stage).tp, best.of(stage).pp, 1, 1)) for stage in ACTOR}
+    listed = {(item.model_stage, (item.tp, item.pp, item.ep, item.cp)) for item in found}
     assert listed | chosen == {(stage, cut) for stage in ACTOR for cut in priced.set_of(stage).cuts}
     for family in found[::3]:
         plan = best_plan(with_cuts(asked, {family.model_stage: (family.tp, family.pp)}))
