@@ -155,7 +155,7 @@ def test_a_key_of_another_kind_names_its_kind(write: Write) -> None:
         ("steps=[", "not valid YAML"),
         ("batch.samples=1", "grpo compares the samples of a prompt"),
         ("plan.actor_training.tp=8", "raise cluster.gpus to at least 8"),
-        ("plan.actor_training.gpus=[1]", "plan.actor_training: gpus=[1] but tp*pp*dp = 2"),
+        ("plan.actor_training.gpus=[1]", "plan.actor_training: gpus=[1] but tp*pp*ep*cp*dp = 2"),
         ("cluster.max_gpus=1", "max_gpus = 1 but gpus = 4"),
         ("cluster.max_gpus=9", "without adaptation a job takes no further GPUs"),
         ("cluster.schedule=[{before_step: 2, max_gpus: 2}]", "a job without adaptation keeps its GPUs"),
