@@ -23,7 +23,7 @@ def test_every_key_that_names_a_file_is_marked() -> None:
         mark: {key.dotted for key in known_keys() if has_mark(key.field, mark)}
         for mark in (IsInputPath, IsFunction, IsOutputPath)
     }
-    models = {f"models.{name}" for name in ("actor", "critic", "reference", "tokenizer")}
+    models = {f"models.{name}" for name in ("actor", "critic", "reference", "tokenizer", "lora.adapter")}
     assert marks[IsInputPath] == {*models, "prompts.source.path", "evaluation.source.path", "reward.path"}
     assert marks[IsFunction] == {
         "prompts.source.function",
