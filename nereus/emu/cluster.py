@@ -110,14 +110,7 @@ class Cluster:
         owns = not ray.is_initialized()
         private = address == "local"
         if owns:
-            with kept_handler(signal.SIGTERM):
-                ray.init(
-                    address=address,
-                    include_dashboard=False if private else None,
-                    num_gpus=max_workers if private and device == "cpu" else None,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+            _start_ray(address, num_gpus=max_workers if private and device == "cpu" else None)
         host = "127.0.0.1" if private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         share = 1 if device == "cpu" else 1 / workers_per_gpu()
         actor = ray.remote(Worker).options(num_cpus=0, num_gpus=share, max_restarts=0)
@@ -129,17 +122,11 @@ class Cluster:
             stop=stop,
             halted=halted,
         )
-        started = cluster._start_all(num_workers)
-        if len(started) < num_workers:
+        try:
+            cluster._start_all(num_workers)
+        except BaseException:
             cluster.close()
-            raise WorkerLost(
-                explain(
-                    f"cannot start {num_workers} workers",
-                    values=f"{len(started)} started in {START_S:.0f} s; the cluster has no more free GPUs",
-                    rule="every worker needs a GPU of its own",
-                    remedy="lower cluster.gpus, or wait until another job has freed its GPUs",
-                )
-            )
+            raise
         return cluster
 
     def request(self, num_workers: int) -> None:
@@ -184,12 +171,20 @@ class Cluster:
         """Workers that were requested and have not come up yet."""
         return len(self._starting)
 
-    def _start_all(self, num_workers: int) -> tuple[Rank, ...]:
-        """Start the first workers and wait for them."""
+    def _start_all(self, num_workers: int) -> None:
+        """Start the first workers and wait for them. Raises WorkerLost when fewer come up."""
         self.request(num_workers)
         while self._starting and not self.stop.is_set():
             self.take_started(wait_s=POLL_S)
-        return self.ranks
+        if len(self.ranks) < num_workers:
+            raise WorkerLost(
+                explain(
+                    f"cannot start {num_workers} workers",
+                    values=f"{len(self.ranks)} started in {START_S:.0f} s; the cluster has no more free GPUs",
+                    rule="every worker needs a GPU of its own",
+                    remedy="lower cluster.gpus, or wait until another job has freed its GPUs",
+                )
+            )
 
     def end(self, ranks: Iterable[Rank]) -> None:
         """End workers that hold nothing any more; their GPUs are free at once."""
@@ -361,6 +356,22 @@ class Cluster:
         self._store.close()
         if self._owns_ray:
             ray.shutdown()
+
+
+def _start_ray(address: str, *, num_gpus: int | None) -> None:
+    """Connect to Ray, or start a private one; it is ended again where a stop comes meanwhile."""
+    try:
+        with kept_handler(signal.SIGTERM):
+            ray.init(
+                address=address,
+                include_dashboard=False if address == "local" else None,
+                num_gpus=num_gpus,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except BaseException:
+        ray.shutdown()
+        raise
 
 
 def _answers(ref: Any) -> bool:

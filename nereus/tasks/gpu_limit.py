@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -20,7 +21,8 @@ from nereus.config import CampaignConfig
 from nereus.errors import ConfigError, explain
 from nereus.record.listener import current_listener
 
-ASK_AGAIN_S = 15.0  # between two looks at a limit that is full
+ASK_AGAIN_S = 2.0  # between two looks at a limit that is full
+TRY_S = 15.0  # for slots that were free when we looked, and that another may have taken since
 
 
 @contextmanager
@@ -46,16 +48,24 @@ def gpus_held(config: CampaignConfig) -> Iterator[None]:
             )
         )
     with ExitStack() as stack:
+        told = ""
         while not _entered(stack, name, wanted):
-            _say_what_is_missing(name, wanted)
+            if (missing := _missing(name, wanted)) != told:
+                current_listener.get().on_message(missing)
+                told = missing
+            time.sleep(ASK_AGAIN_S)  # which a stop ends at once; a wait inside of Prefect it does not
         yield
 
 
 def _entered(stack: ExitStack, name: str, wanted: int) -> bool:
+    """Take the slots if so many are free; whether that was done."""
+    limit = _find(name)
+    if limit is not None and limit.limit - limit.active_slots < wanted:
+        return False
     slots = concurrency(
         name,
         occupy=wanted,
-        timeout_seconds=ASK_AGAIN_S,
+        timeout_seconds=TRY_S,
         strict=True,
         raise_on_lease_renewal_failure=False,  # a server that restarts must not end a campaign
     )
@@ -66,12 +76,12 @@ def _entered(stack: ExitStack, name: str, wanted: int) -> bool:
     return True
 
 
-def _say_what_is_missing(name: str, wanted: int) -> None:
+def _missing(name: str, wanted: int) -> str:
+    """What a campaign waits for."""
     limit = _find(name)
-    if limit is not None:
-        current_listener.get().on_message(
-            f"waiting for {wanted} GPUs: {limit.active_slots} of {limit.limit} of {name} are in use"
-        )
+    if limit is None:
+        return f"waiting for {wanted} GPUs: the limit {name} is gone"
+    return f"waiting for {wanted} GPUs: {limit.active_slots} of {limit.limit} of {name} are in use"
 
 
 def _find(name: str) -> GlobalConcurrencyLimitResponse | None:

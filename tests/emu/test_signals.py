@@ -1,11 +1,30 @@
-"""A handler survives a library that installs its own."""
+"""A handler survives a library that installs its own, and hears of a signal that came meanwhile."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+
+import pytest
 
 from nereus.emu.signals import kept_handler
+
+
+class Stopped(Exception):
+    """What the handler raises."""
+
+
+@pytest.fixture
+def _stopping() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_handler_is_put_back() -> None:
@@ -13,6 +32,34 @@ def test_the_handler_is_put_back() -> None:
     with kept_handler(signal.SIGTERM):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("_stopping")
+@pytest.mark.parametrize("leaves", [True, False], ids=["by leaving", "by nothing"])
+def test_a_signal_that_another_handler_answered_reaches_the_one_before(leaves: bool) -> None:
+    def answer(number: int, frame: object) -> None:
+        if leaves:
+            sys.exit(number)
+
+    after: list[str] = []
+
+    def start() -> None:
+        with kept_handler(signal.SIGUSR1):
+            signal.signal(signal.SIGUSR1, answer)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            after.append("the block goes on")
+
+    with pytest.raises(Stopped):
+        start()
+    assert after == ([] if leaves else ["the block goes on"])
+
+
+@pytest.mark.usefixtures("_stopping")
+def test_without_a_signal_nothing_is_raised_and_what_the_block_raises_is() -> None:
+    with kept_handler(signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with pytest.raises(ZeroDivisionError), kept_handler(signal.SIGUSR1):
+        raise ZeroDivisionError
 
 
 def test_other_threads_are_left_alone() -> None:
