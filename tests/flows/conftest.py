@@ -16,7 +16,7 @@ from nereus.config import CampaignConfig
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.hf_folder import write_hf_folder
 from tests.emu.engines.torch_cases import Random
-from tests.postgres import own_postgres, postgres_programs
+from tests.postgres import own_postgres
 from tests.prefect_server import own_server, talking_to
 
 COUNT = Path(__file__).resolve().parent.parent.parent / "examples" / "count"
@@ -35,24 +35,9 @@ TINY = DecoderConfig(
 )
 
 
-ON_BOTH_DATABASES = {
-    f"tests.flows.{name}" for name in ("test_deploy", "test_events", "test_intervene", "test_stops")
-}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What a Prefect server itself has a part in is tested on Postgres too."""
-    if "server" in metafunc.fixturenames and metafunc.module.__name__ in ON_BOTH_DATABASES:
-        absent = postgres_programs() is None
-        marks = (pytest.mark.slow, pytest.mark.skipif(absent, reason="needs Postgres: install postgresql"))
-        # Without a parameter it is SQLite as well, so that all other tests share the server.
-        databases = [pytest.param(None, id="sqlite"), pytest.param("postgres", id="postgres", marks=marks)]
-        metafunc.parametrize("server", databases, indirect=True, scope="session")
-
-
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Prefect server of this test session's own."""
+    """A Prefect server of this test session's own, on the database that `databases` names."""
     with ExitStack() as stack:
         is_postgres = getattr(request, "param", None) == "postgres"
         database = stack.enter_context(own_postgres(durable=False)) if is_postgres else None

@@ -20,13 +20,16 @@ import psutil
 from nereus.record.listener import current_listener
 from tests.flows.striker import Striker
 
+FIRST_STAGES = {"start": "starting ", "wait": "waiting for "}  # and how the message begins that tells of them
 COUNT = Path(__file__).resolve().parents[2] / "examples" / "count"
 
 
 def prompts(marker: str, stage: str, step: int, slow_s: float = 0.0, num_prompts: int = 6) -> Any:
     """The count task's prompts. When `stage` of `step` begins for the first time, every worker process is
-    stopped (SIGSTOP) and their pids, and this process's, are written to the file `marker`. Other stages take
-    `slow_s` longer. `marker.pid` has this process's pid; `marker.ended` is made when it ends in good order.
+    stopped (SIGSTOP) and this process's pid and theirs are written to the file `marker`. Before there are
+    workers a campaign is held up by what it waits for: its stage then is `start`, or `wait` (for GPUs), of
+    step 0. Other stages take `slow_s` longer. `marker.pid` has this process's pid; `marker.ended` is made
+    when it ends in good order.
     """
     Path(f"{marker}.pid").write_text(str(os.getpid()))
     atexit.register(Path(f"{marker}.ended").touch)
@@ -40,7 +43,12 @@ def prompts(marker: str, stage: str, step: int, slow_s: float = 0.0, num_prompts
         else:
             time.sleep(slow_s)
 
-    current_listener.set(Striker(strike))
+    class Holder(Striker):
+        def on_message(self, text: str) -> None:
+            if stage in FIRST_STAGES and text.startswith(FIRST_STAGES[stage]):
+                strike(0, stage)
+
+    current_listener.set(Holder(strike))
     sys.path.insert(0, str(COUNT))  # the task's own modules
     return runpy.run_path(str(COUNT / "prompts.py"))["prompts"](num_prompts=num_prompts)
 

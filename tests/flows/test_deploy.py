@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from nereus.flows.register import Change, register
 from nereus.record.listener import NullListener, current_listener
 from nereus.record.metrics import read_records
 from nereus.tasks.gpu_limit import gpus_held
+from tests.flows.databases import on_both_databases
 
-pytestmark = pytest.mark.usefixtures("server")
+pytestmark = [pytest.mark.usefixtures("server"), on_both_databases]
 MakeConfig = Callable[..., CampaignConfig]
 
 
@@ -122,13 +125,21 @@ def test_intervals_are_read_in_every_unit() -> None:
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
+    """Ask the server over REST; again while it says that it is busy, as its own client does."""
     request = urllib.request.Request(
         f"{PREFECT_API_URL.value()}{path}",
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > end:
+                raise
+            time.sleep(1)
 
 
 @pytest.fixture
@@ -191,3 +202,33 @@ def test_a_run_started_over_rest_trains_and_the_next_one_continues(
         assert final == "Completed"
         records = read_records(config.run_folder / "metrics.jsonl")
         assert [record.step for record in records] == list(range(steps))
+
+
+def runs_of(deployment: object, *states: str) -> list[dict[str, Any]]:
+    """The runs of a deployment that are in one of the states."""
+    wanted = {"deployment_id": {"any_": [str(deployment)]}, "state": {"name": {"any_": list(states)}}}
+    found: list[dict[str, Any]] = post("/flow_runs/filter", {"flow_runs": wanted})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_schedule_fires_and_its_runs_go_on_until_all_steps_are_done(
+    make_config: MakeConfig, worker: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    config = make_config(name="hourly", steps=4)
+    put(scheduled(config, cron=None, interval_s=10.0, max_steps=2))
+    worker()
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("campaign/hourly").id
+        end = time.monotonic() + 400
+        while len(runs_of(deployment, "Completed")) < 3:
+            assert not runs_of(deployment, "Failed", "Crashed")
+            assert time.monotonic() < end, "too few runs"
+            time.sleep(1)
+        done = sorted(runs_of(deployment, "Completed"), key=lambda run: run["start_time"])
+        client.delete_deployment(deployment)
+    assert all(run["auto_scheduled"] for run in done)
+    for earlier, later in itertools.pairwise(done):
+        assert later["start_time"] >= earlier["end_time"], "one at a time"
+    assert [record.step for record in read_records(config.run_folder / "metrics.jsonl")] == [0, 1, 2, 3]

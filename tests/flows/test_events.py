@@ -21,6 +21,7 @@ from nereus.record.decisions import read_decisions
 from nereus.record.transitions import read_transitions
 from nereus.tasks.job import open_job
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.databases import on_both_databases
 from tests.flows.striker import Striker
 from tests.flows.test_deploy import post, put
 
@@ -48,6 +49,7 @@ def ids(event: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.slow
+@on_both_databases
 @pytest.mark.timeout(600)
 def test_gpus_that_come_are_told_and_linked_and_start_the_automations_deployment(
     make_config: MakeConfig,
