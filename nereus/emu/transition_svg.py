@@ -24,6 +24,7 @@ COLOURS = {
     "chain": "#f1f5f9",
 }
 LEGEND = "solid: one chain · dashed: frees memory for · dotted: must be read or spilled before"
+LEGEND_WIDTH = 20 + 6 * len(LEGEND)
 DASHES = {"chain": "", "resource": "6 3", "source": "2 3", "spill": "2 3"}
 
 
@@ -41,7 +42,7 @@ def svg(graph: TransitionGraph) -> str:
     boxes, arrows = _detailed(graph) if len(graph.nodes) <= MOST_BOXES else _grouped(graph)
     places, lanes, height = _place(boxes)
     columns = 1 + max((box.column for box in boxes.values()), default=0)
-    width = LEFT + columns * (WIDTH + GAP_X)
+    width = max(LEGEND_WIDTH, LEFT + columns * (WIDTH + GAP_X))
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="11">',

@@ -54,7 +54,7 @@ def browser() -> Iterator[WebDriver]:
     for flag in FLAGS:
         options.add_argument(flag)
     opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    opened.set_page_load_timeout(120)
+    opened.set_page_load_timeout(600)
     yield opened
     opened.quit()
 
