@@ -71,8 +71,6 @@ def with_changes(config: CampaignConfig, changes: Changes, *, step: int) -> Camp
     if changes.steps is not None:
         if changes.steps <= step:
             raise _refused(f"steps = {changes.steps}", f"{step} steps are done; to end the run, cancel it")
-        if config.runs_ahead:
-            raise _refused(f"steps = {changes.steps}", "generation runs ahead, maybe to its end")
         parts["steps"] = changes.steps
         parts["changes"] = [one for one in parts["changes"] if one["before_step"] < changes.steps]
     if changes.max_gpus is not None:

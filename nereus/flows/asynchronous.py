@@ -28,8 +28,8 @@ from nereus.tasks.staleness import staleness
 
 @contextmanager
 def generating(job: Job, *, end: Callable[[], int]) -> Iterator[None]:
-    """Let generation run ahead inside, as far as the campaign asks for that. No rows are drawn for step
-    `end()` or later.
+    """Let generation run ahead inside, as far as the campaign asks for that. No rows are begun for step
+    `end()` or later; the end may move while the campaign runs.
     """
     if job.config.asynchrony is None:
         yield
@@ -109,6 +109,8 @@ class Ahead:
         if state.step < self._reached:
             self._queue.rewind(_published(state))
             self._cursor, self._done, self._reached = state.cursor, {}, state.step
+        if self._queue.failure is not None and self._thread is not None:
+            self._thread.join()  # it has said so, and ends
         self._queue.recover()
         self._start()
 
@@ -125,7 +127,7 @@ class Ahead:
             self._thread.start()
 
     def _draw(self) -> None:
-        """The thread: one batch after the other, for as long as the queue has places."""
+        """The thread: one batch after the other, as the queue has places, until it is closed."""
         try:
             with PlainCalls() as calls:
                 while (step := self._queue.claim()) is not None:

@@ -47,8 +47,8 @@ class RolloutQueue(Generic[T]):
         end: Callable[[], int],
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """The first batch is that of step `published.step`, the last that before step `end()`, which may
-        change.
+        """The first batch is that of step `published.step`, the last that before step `end()`. The end may
+        move: a producer that has reached it waits there.
         """
         self._staleness, self._end, self._stopped = staleness, end, stopped
         self._published = published
@@ -81,18 +81,18 @@ class RolloutQueue(Generic[T]):
     # The producer's side.
 
     def claim(self) -> int | None:
-        """Begin the next batch, once it may be begun: its step. None after the last one or at `close`."""
+        """Begin the next batch, once it may be begun: its step. None at `close`."""
         with self._changed:
-            self._wait(lambda: self._next >= self._end() or (self._may_begin and not self._num_holds))
-            if self._is_closed or self._next >= self._end():
+            self._wait(lambda: self._may_begin and not self._num_holds)
+            if self._is_closed:
                 return None
             self._is_drawing = True
             return self._next
 
     @property
     def _may_begin(self) -> bool:
-        """I15, as a bound on what is begun."""
-        return self._next <= self._published.step + self._staleness
+        """I15, as a bound on what is begun; and nothing is begun from the end on."""
+        return self._next <= self._published.step + self._staleness and self._next < self._end()
 
     def boundary(self) -> int:
         """Rest here while training asks for it; returns the policy's version from here on.
@@ -137,6 +137,7 @@ class RolloutQueue(Generic[T]):
         with self._changed:
             for done in [old for old in self._ready if old < step]:
                 del self._ready[done]
+            self._changed.notify_all()  # the end may have moved; a producer waits there
             self._wait(lambda: step in self._ready or self._failure is not None)
             if step in self._ready:
                 return self._ready[step]

@@ -90,12 +90,13 @@ def test_a_job_with_a_fixed_plan_refuses_what_only_a_planner_can_follow(changes:
         with_changes(campaign(), Changes.model_validate(changes), step=3)
 
 
-def test_an_asynchronous_campaign_keeps_its_number_of_steps() -> None:
+def test_an_asynchronous_campaign_takes_more_steps_or_fewer() -> None:
     plan = {"actor_training": {"tp": 2}, "actor_generation": {"tp": 2, "gpus": [2, 3]}}
     config = campaign(plan=plan, asynchrony={"staleness": 1})
-    assert with_changes(config, Changes(learning_rate=1e-5), step=3).optimizer.learning_rate == 1e-5
-    with pytest.raises(ConfigError, match="runs ahead"):
-        with_changes(config, Changes(steps=20), step=3)
+    assert with_changes(config, Changes(steps=20), step=3).steps == 20
+    assert with_changes(config, Changes(steps=4), step=3).steps == 4
+    with pytest.raises(ConfigError, match="steps are done"):
+        with_changes(config, Changes(steps=3), step=3)
 
 
 def test_texts_are_read_as_yaml_and_mistakes_are_named() -> None:

@@ -13,15 +13,18 @@ import pytest
 import ray
 
 from nereus.config import CampaignConfig
+from nereus.config.changes import Changes
+from nereus.data.order import Cursor
 from nereus.emu.checkpoint.source import open_checkpoint
 from nereus.errors import DataError
 from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.intervene import change
 from nereus.flows.rollout_queue import RolloutQueue
 from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records
 from nereus.record.step import StepRecord
 from nereus.record.transitions import read_transitions
-from nereus.tasks.job import open_job
+from nereus.tasks.job import Job, open_job
 from nereus.tasks.prepare import prepare_campaign
 from tests.flows.striker import Striker
 
@@ -180,6 +183,51 @@ def test_a_resumed_run_takes_every_sample_once(make_config: Make) -> None:
     ]
     assert [numbers(record) for record in parted[:3]] == [numbers(record) for record in whole[:3]]
     assert parted[3].version == 3  # drawn anew by the policy of the checkpoint
+
+
+@pytest.mark.slow
+def test_steps_that_are_asked_for_later_are_drawn_as_if_they_had_been_asked_for_at_once(
+    make_config: Make,
+) -> None:
+    whole = read_records(campaign(make_config(name="whole", asynchrony=ONE_OFF, **APART)).metrics)
+    config = make_config(name="longer", asynchrony=ONE_OFF, **APART | {"steps": 3})
+
+    def ask(job: Job) -> None:
+        if job.state.step == 2:  # the responses of the last step are drawn
+            change(job, Changes(steps=4), "pause")
+
+    with open_job(prepare_campaign(config), resume=False) as job:
+        run_steps(job, between=ask)
+    longer = read_records(job.log.path)
+    assert [numbers(record) for record in longer] == [numbers(record) for record in whole[:4]]
+
+
+@pytest.mark.slow
+def test_a_finished_campaign_goes_on_up_to_more_steps(make_config: Make) -> None:
+    whole = read_records(campaign(make_config(name="whole", asynchrony=ONE_OFF, **APART)).metrics)
+    short, long = (
+        make_config(name="finished", asynchrony=ONE_OFF, **APART | {"steps": steps}) for steps in (3, 5)
+    )
+    first = read_records(campaign(short).metrics)
+    records = read_records(campaign(long, continuing=True).metrics)
+    assert [numbers(record) for record in records[:3]] == [numbers(record) for record in first]
+    assert [(r.step, r.epoch, r.position, r.prompt_tokens) for r in records] == [
+        (r.step, r.epoch, r.position, r.prompt_tokens) for r in whole
+    ]
+
+
+@pytest.mark.slow
+def test_an_end_that_comes_nearer_drops_what_was_drawn_beyond_it(make_config: Make) -> None:
+    config = make_config(name="shorter", asynchrony={"staleness": 2}, **APART)
+
+    def ask(job: Job) -> None:
+        if job.state.step == 2:
+            change(job, Changes(steps=3), "pause")
+
+    with open_job(prepare_campaign(config), resume=False) as job:
+        run_steps(job, between=ask)
+        assert job.state.cursor == job.prepared.order.take(Cursor(), 3 * 4)[1]
+    assert [record.step for record in read_records(job.log.path)] == [0, 1, 2]
 
 
 @pytest.mark.slow

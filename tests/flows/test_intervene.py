@@ -22,6 +22,7 @@ from nereus.record.interventions import read_interventions
 from nereus.record.metrics import read_records
 from nereus.tasks.job import Job, open_job
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.databases import on_both_databases
 from tests.flows.striker import Striker, free_gpus
 from tests.flows.test_deploy import post, wait_for, worker  # noqa: F401
 from tests.flows.test_stops import ENDED, Held, StartWorker, busyness, family, living
@@ -98,16 +99,27 @@ def test_a_job_that_adapts_gives_gpus_back_keeps_to_a_layout_and_leaves_one_out(
     assert all(record.taken for record in read_interventions(config.run_folder))
 
 
+AHEAD: dict[str, Any] = {
+    "asynchrony": {"staleness": 1},
+    "cluster": {"gpus": 3, "device": "cpu", "timeout_s": 60},
+    "plan": {"actor_training": {"tp": 2}, "actor_generation": {"gpus": [2]}},
+}
+
+
 @pytest.mark.slow
+@on_both_databases
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("parts", [{}, AHEAD], ids=["in-turn", "ahead"])
 def test_a_run_is_paused_changed_suspended_and_completes_with_every_sample_once(
     make_config: MakeConfig,
     tmp_path: Path,
     worker: StartWorker,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    parts: dict[str, Any],
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", str(PREFECT_API_URL.value()))
-    held = Held(make_config, tmp_path, "never", -1, slow_s=1.0, steps=8, checkpoint={"every_steps": 100})
+    parts = {"steps": 8, "checkpoint": {"every_steps": 100}} | parts
+    held = Held(make_config, tmp_path, "never", -1, slow_s=1.0, **parts)
     name = held.config.name
     run = held.start()
     worker()
@@ -140,12 +152,19 @@ def test_a_run_is_paused_changed_suspended_and_completes_with_every_sample_once(
     assert not alive, "a suspended run holds nothing"
     suspended_at = len(held.steps())
     assert suspended_at < 8
-    command.resume(name, ["steps=9", "plan.actor_training={tp: 1, dp: 2}"])
+    plan = ["plan.actor_training={tp: 1, dp: 2}"] + (
+        ["plan.actor_generation={gpus: [2]}"] if held.config.runs_ahead else []
+    )
+    command.resume(name, ["steps=9", *plan])
     assert wait_for(run, ENDED, limit_s=3 * slow_s) == "Completed"
 
     records = read_records(held.config.run_folder / "metrics.jsonl")
     assert [record.step for record in records] == list(range(9))
-    assert [record.version for record in records] == list(range(9))
+    assert [(record.epoch, record.position) for record in records] == [
+        divmod(4 * (step + 1), 6) for step in range(9)
+    ], "every prompt in turn, none twice"
+    if held.config.asynchrony is None:
+        assert [record.version for record in records] == list(range(9))
     assert {record.learning_rate for record in records[paused_at:]} == {5e-4}
     assert records[suspended_at].plan["actor.training"].startswith("tp1 pp1 dp2")
     kinds = [

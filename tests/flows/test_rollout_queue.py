@@ -42,6 +42,7 @@ def waits(thread: threading.Thread) -> bool:
     learn_ms=st.lists(st.integers(0, 2), min_size=9, max_size=9),
     num_boundaries=st.integers(0, 3),
     waits_for_batch=st.booleans(),
+    first_end=st.integers(1, 9),
 )
 def test_i15_every_batch_is_taken_once_in_order_and_never_too_old(
     staleness: int,
@@ -50,9 +51,11 @@ def test_i15_every_batch_is_taken_once_in_order_and_never_too_old(
     learn_ms: list[int],
     num_boundaries: int,
     waits_for_batch: bool,
+    first_end: int,
 ) -> None:
+    end = min(first_end, steps)  # is moved when training is there
     queue: RolloutQueue[tuple[int, list[int]]] = RolloutQueue(
-        staleness=staleness, published=START, end=lambda: steps
+        staleness=staleness, published=START, end=lambda: end
     )
     most_ready: list[int] = []
 
@@ -68,6 +71,8 @@ def test_i15_every_batch_is_taken_once_in_order_and_never_too_old(
     producer = in_thread(draw)
     taken: list[int] = []
     for step in range(steps):
+        if step == end:
+            end = steps
         drawn_step, versions = queue.take(step)
         assert (drawn_step, versions) == queue.take(step)  # a step that is tried again
         taken.append(drawn_step)
@@ -78,6 +83,7 @@ def test_i15_every_batch_is_taken_once_in_order_and_never_too_old(
             assert rests or not waits_for_batch
             if rests:
                 queue.advance(Published(step=step + 1, version=step + 1))
+    queue.close()
     assert ended(producer)
     assert taken == list(range(steps))
     assert max(most_ready) <= staleness + 1
@@ -98,6 +104,28 @@ def test_a_full_queue_makes_generation_wait_until_training_has_published() -> No
         assert waits(producer)
     assert ended(producer)
     assert (claimed, queue.version) == ([2], 1)
+
+
+def test_a_producer_at_the_end_goes_on_when_the_end_moves_and_begins_nothing_beyond_it() -> None:
+    end = 1
+    queue: RolloutQueue[str] = RolloutQueue(staleness=2, published=START, end=lambda: end)
+    claimed: list[int | None] = []
+
+    def draw() -> None:
+        while (step := queue.claim()) is not None:
+            claimed.append(step)
+            queue.put(f"batch {step}")
+
+    producer = in_thread(draw)
+    assert queue.take(0) == "batch 0"
+    assert waits(producer)
+    end = 2
+    assert queue.take(1) == "batch 1"
+    end = 1
+    assert waits(producer)
+    queue.close()
+    assert ended(producer)
+    assert claimed == [0, 1]
 
 
 def test_an_empty_queue_makes_training_wait_and_wakes_it() -> None:
