@@ -54,7 +54,18 @@ PARCAE = {
 SYNTHETIC = ("spot", "churn", "ebb", "load", "small")
 TRACES = (*PARCAE, *SYNTHETIC, "grow")
 DRAWN = ("fixed", "payback", "any_gain", "oracle")
-RUN = ("payback", "never", "fixed", "oracle", "lasting", "frozen", "any_gain", "verl_gate", "every_3")
+RUN = (
+    "payback",
+    "never",
+    "fixed",
+    "oracle",
+    "lasting",
+    "cautious",
+    "frozen",
+    "any_gain",
+    "verl_gate",
+    "every_3",
+)
 GAMMAS = ("payback=0.25", "payback=0.75", "payback=1")
 COSTS = FixedCosts(transition_s=5.0, restart_s=300.0, moving_factor=1.67)
 LIMIT = 16384.0

@@ -37,11 +37,12 @@ def lasting_request(request: PlanRequest, trace: Trace, *, options: bool) -> Pla
     fastest at its start.
 
     Those that are best at some step, of every few, are compared. Where none fits everywhere, the one that
-    fails at the fewest sizes of the pool is taken.
+    fails at the fewest steps is taken.
     """
     largest, hardest, start = request.cluster, _hardest(trace), trace.steps[0]
     found: dict[object, Plan] = {}
-    for step in trace.steps[::EVERY]:
+    sampled = trace.steps[::EVERY]
+    for step in sampled:
         plan = best(_asked(request, step, _num_nodes(step)), largest)
         if plan is not None:
             cut = with_cuts(request, plan, options=options)
@@ -53,7 +54,13 @@ def lasting_request(request: PlanRequest, trace: Trace, *, options: bool) -> Pla
         return float("inf") if same is None else same.step_s
 
     def order(plan: Plan) -> tuple[int, float]:
-        misses = sum(step_s(plan, step, nodes) == float("inf") for nodes, step in hardest.items())
+        misses = sum(
+            step_s(plan, step, nodes) == float("inf")
+            for nodes, longest in hardest.items()
+            if step_s(plan, longest, nodes) == float("inf")
+            for step in sampled
+            if _num_nodes(step) == nodes
+        )
         return misses, step_s(plan, start, _num_nodes(start))
 
     chosen = min(found.values(), key=order, default=None)
