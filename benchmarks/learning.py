@@ -5,7 +5,8 @@
 
 `run` does what is missing, in an order that completes one algorithm after the other, and can be stopped and
 started again: a finished run is never repeated, an unfinished one begins anew. `report` draws what there is
-and prints the tables of docs/learning.md. Two logical GPUs; a run moves through tp 2, dp 2, pp 2 and back.
+and prints the tables of docs/learning.md. Two logical GPUs (with asynchrony four, since training and
+generation may share none); a run moves through tp 2, dp 2, pp 2 and back.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "remax": {"kind": "remax", "kl": KL},
     "rloo": {"kind": "rloo", "kl": KL},
     "reinforce_pp": {"kind": "reinforce_pp", "kl": KL},
+    "grpo_async": {"kind": "grpo", "kl": KL, "correction": {"weight": "token", "high": 2.0}},
 }
+ASYNCHRONOUS = {"grpo_async": {"staleness": 1}}
+"""Those whose next responses are drawn while they learn, one step behind."""
 ONE = {"actor_training": {"gpus": [0]}, "actor_generation": {"gpus": [1]}}
 MOVES: tuple[dict[str, Any], ...] = (
     {"actor_training": {"tp": 2}, "actor_generation": {"dp": 2}},
@@ -43,6 +47,13 @@ MOVES: tuple[dict[str, Any], ...] = (
     {"actor_training": {"pp": 2}, "actor_generation": {"dp": 2}},
     {"actor_training": {"gpus": [1]}, "actor_generation": {"gpus": [0]}},
 )
+MOVES_APART: tuple[dict[str, Any], ...] = (
+    {"actor_training": {"tp": 2, "gpus": [0, 2]}, "actor_generation": {"dp": 2, "gpus": [1, 3]}},
+    {"actor_training": {"dp": 2, "gpus": [0, 2]}, "actor_generation": {"tp": 2, "gpus": [1, 3]}},
+    {"actor_training": {"pp": 2, "gpus": [0, 2]}, "actor_generation": {"dp": 2, "gpus": [1, 3]}},
+    {"actor_training": {"gpus": [2]}, "actor_generation": {"gpus": [3]}},
+)
+"""The same layouts where training and generation may share no GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +102,10 @@ class Run:
         """The campaign."""
         from nereus.config import CampaignConfig
 
-        task = self.task
+        task, asynchrony = self.task, ASYNCHRONOUS.get(self.algorithm)
         changes = [
             {"before_step": task.steps * (i + 1) // (len(MOVES) + 1), "plan": plan}
-            for i, plan in enumerate(MOVES)
+            for i, plan in enumerate(MOVES_APART if asynchrony else MOVES)
         ]
         return CampaignConfig.model_validate(
             {
@@ -106,12 +117,13 @@ class Run:
                 "prompts": {"source": {"kind": "python", "function": f"{task.prompts}:prompts"}},
                 "reward": {"kind": "python", "function": f"{task.reward}:reward", "workers": 1},
                 "algorithm": ALGORITHMS[self.algorithm],
+                "asynchrony": asynchrony,
                 "batch": task.batch,
                 "sampling": {"max_new_tokens": task.max_new_tokens},
                 "optimizer": {"learning_rate": task.learning_rate},
                 "plan": ONE,
                 "changes": changes if self.moves else [],
-                "cluster": {"gpus": 2, "device": "cpu", "timeout_s": 300},
+                "cluster": {"gpus": 4 if asynchrony else 2, "device": "cpu", "timeout_s": 300},
                 "checkpoint": {"every_steps": 0, "keep_last": 1},
                 "tracking": "step",
             }
@@ -170,7 +182,7 @@ def run(output: Path, seeds: Sequence[int], moved: Sequence[int], only: Sequence
     ray.init(
         address="local",
         num_cpus=2,
-        num_gpus=2,
+        num_gpus=4,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

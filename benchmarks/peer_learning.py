@@ -1,0 +1,273 @@
+"""Reward and tokens a second at equal samples: TRL's GRPO and RLOO beside Nereus's, in one run.
+
+    python benchmarks/peer_learning.py [--steps 30] [--seeds 0 1 2] [--json FILE]
+
+Both train the model of examples/count from the same weights with its own reward: the same number of prompts,
+samples, tokens and updates a step, the same learning rate, betas, clip and gradient norm, one thread, one
+worker, on this machine's CPU. They draw from different random numbers, so rewards are compared as means over
+seeds beside their spread. Sides take turns, each in a process of its own. Tokens a second are prompt and
+response tokens over the seconds of the steps after the first two, median over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from step import COUNT, WARM_UP, machine
+
+ALGORITHMS = ("grpo", "rloo")
+LEARNING_RATE, BETA2, CLIP, GRADIENT_NORM = 2e-4, 0.95, 0.2, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training: `prompts` x `samples` responses of at most `length` tokens a step."""
+
+    algorithm: str
+    seed: int
+    steps: int
+    prompts: int
+    samples: int
+    length: int
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Mean reward of every step, and prompt and response tokens a second after the first steps."""
+
+    rewards: list[float]
+    tokens_per_s: float
+
+    def last(self) -> float:
+        """Mean reward over the last fifth of the steps."""
+        return statistics.fmean(self.rewards[-max(1, len(self.rewards) // 5) :])
+
+
+def prompts_of(job: Job) -> list[dict[str, str]]:
+    """The task's records, enough for every step once."""
+    sys.path.insert(0, str(COUNT))
+    from prompts import prompts
+
+    return list(prompts(job.prompts * job.steps, job.seed))
+
+
+def run_trl(job: Job) -> Result:
+    """TRL's trainer with its own generation (transformers), in this process."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    torch.set_num_threads(job.threads)
+    records = prompts_of(job)
+    from reward import reward
+
+    tokenizer = AutoTokenizer.from_pretrained(COUNT / "model")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(COUNT / "model", dtype=torch.float32)
+    prompt_tokens = len(tokenizer(records[0]["prompt"])["input_ids"])
+    stamps: list[float] = []
+    rewards: list[float] = []
+    tokens: list[int] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            stamps.append(time.perf_counter())
+
+    def score(completion_ids: list[list[int]], answer: list[str], **_: object) -> list[float]:
+        values = [reward(ids, truth) for ids, truth in zip(completion_ids, answer, strict=True)]
+        rewards.append(statistics.fmean(values))
+        tokens.append(sum(prompt_tokens + len(ids) for ids in completion_ids))
+        return values
+
+    rows = job.prompts * job.samples
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": rows,
+        "num_generations": job.samples,
+        "max_completion_length": job.length,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": BETA2,
+        "max_grad_norm": GRADIENT_NORM,
+        "weight_decay": 0.0,
+        "beta": 0.0,
+        "epsilon": CLIP,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_steps": job.steps,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "seed": job.seed,
+    }
+    sides = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
+    config_of, trainer_of = sides[job.algorithm]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(
+            model=model,
+            reward_funcs=score,
+            args=config_of(output_dir=folder, **common),
+            train_dataset=Dataset.from_list(records),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    seconds = [later - earlier for earlier, later in pairwise(stamps)][WARM_UP - 1 :]
+    return Result(rewards=rewards, tokens_per_s=sum(tokens[WARM_UP : job.steps]) / sum(seconds))
+
+
+def run_nereus(job: Job) -> Result:
+    """A campaign on one worker with the embedded default: in-process Prefect server, private Ray."""
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    from nereus.config import CampaignConfig
+    from nereus.flows.campaign import campaign
+    from nereus.record.metrics import read_records
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = CampaignConfig.model_validate(
+            {
+                "name": "peer",
+                "output": folder,
+                "seed": job.seed,
+                "steps": job.steps,
+                "models": {"actor": str(COUNT / "model")},
+                "prompts": {"source": {"kind": "python", "function": f"{COUNT / 'prompts.py'}:prompts"}},
+                "reward": {"kind": "python", "function": f"{COUNT / 'reward.py'}:reward", "workers": 1},
+                "algorithm": {
+                    "kind": job.algorithm,
+                    "clip_low": CLIP,
+                    "clip_high": CLIP,
+                    "dual_clip": None,
+                },
+                "batch": {
+                    "prompts": job.prompts,
+                    "samples": job.samples,
+                    "micro_batch_rows": job.prompts * job.samples,
+                },
+                "sampling": {"max_new_tokens": job.length},
+                "optimizer": {
+                    "learning_rate": LEARNING_RATE,
+                    "beta2": BETA2,
+                    "weight_decay": 0.0,
+                    "max_gradient_norm": GRADIENT_NORM,
+                },
+                "cluster": {"gpus": 1, "device": "cpu", "threads": job.threads},
+                "checkpoint": {"every_steps": 0},
+                "tracking": "step",
+            }
+        )
+        records = read_records(campaign(config).metrics)
+    later = records[WARM_UP:]
+    tokens = sum(record.prompt_tokens + record.response_tokens for record in later)
+    return Result(
+        rewards=[record.reward_mean or 0.0 for record in records],
+        tokens_per_s=tokens / sum(record.step_s for record in later),
+    )
+
+
+SIDES = {"trl": run_trl, "nereus": run_nereus}
+
+
+def in_own_process(side: str, job: Job) -> Result:
+    """Run one side in a process of its own, so that neither warms nor slows the other."""
+    command = [sys.executable, __file__, "--side", side, "--job", json.dumps(asdict(job))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{side} failed:\n{done.stderr[-4000:]}")
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Run both sides in turn, seed by seed, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="most new tokens of a response")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(json.dumps(asdict(SIDES[arguments.side](Job(**json.loads(arguments.job))))))
+        return
+    subprocess.run([sys.executable, COUNT / "make_model.py"], check=True)
+    console = Console()
+    results: dict[tuple[str, str], list[Result]] = {}
+    for algorithm in ALGORITHMS:
+        for seed in arguments.seeds:
+            for side in SIDES:
+                job = Job(
+                    algorithm=algorithm,
+                    seed=seed,
+                    steps=arguments.steps,
+                    prompts=arguments.prompts,
+                    samples=arguments.samples,
+                    length=arguments.length,
+                    threads=arguments.threads,
+                )
+                result = in_own_process(side, job)
+                results.setdefault((algorithm, side), []).append(result)
+                words = f"{algorithm} {side} seed {seed}"
+                console.print(f"{words}: {result.last():.3f}, {result.tokens_per_s:,.0f} tokens/s")
+    console.print(table_of(arguments, results))
+    if arguments.json:
+        named = {" ".join(key): [asdict(result) for result in of] for key, of in results.items()}
+        arguments.json.write_text(json.dumps(named, indent=1))
+
+
+def table_of(arguments: argparse.Namespace, results: dict[tuple[str, str], list[Result]]) -> Table:
+    """One row an algorithm and side: rewards as mean and range over the seeds."""
+    rows = arguments.prompts * arguments.samples
+    title = f"count, {arguments.steps} steps of {rows} responses, {arguments.threads} thread(s), {machine()}"
+    columns = ("algorithm", "side", "reward: first 2 steps", "last fifth", "its seeds", "tokens/s", "ratio")
+    table = Table(*columns, title=title)
+    for (algorithm, side), of in results.items():
+        last = sorted(result.last() for result in of)
+        speed, base = speed_of(of), speed_of(results[algorithm, "trl"])
+        table.add_row(
+            algorithm,
+            side,
+            f"{statistics.fmean(value for result in of for value in result.rewards[:2]):.3f}",
+            f"{statistics.fmean(last):.3f}",
+            f"{last[0]:.3f} to {last[-1]:.3f}",
+            f"{speed:,.0f}",
+            f"{speed / base:.2f}x",
+        )
+    return table
+
+
+def speed_of(of: Sequence[Result]) -> float:
+    """Median over the seeds."""
+    return statistics.median(result.tokens_per_s for result in of)
+
+
+if __name__ == "__main__":
+    main()
