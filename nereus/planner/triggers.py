@@ -86,7 +86,7 @@ def _drift(signals: Signals, history: SignalHistory, thresholds: Thresholds) -> 
             continue
         values, references = signals.drift_values[drift], history.references[drift]
         far = deviations(values, references)
-        part = max(far, key=far.__getitem__)
+        part = max(far, key=lambda each: round(far[each], 9))  # the first of those that rounding tells apart
         return Trigger(
             cause=Cause(drift.value),
             text=(

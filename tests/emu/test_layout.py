@@ -25,7 +25,7 @@ def random_layout(rng: random.Random, model: ModelSpec) -> Layout:
         cuts = sorted(rng.sample(range(1, model.num_layers), pp - 1))
         layers = tuple(hi - lo for lo, hi in zip([0, *cuts], [*cuts, model.num_layers], strict=True))
         ep, cp = rng.choice([1, 2, 3, 6] if model.num_experts else [1]), rng.choice([1, 1, 2, 3])
-        ranks = tuple(rng.sample(range(1000), tp * pp * ep * cp))
+        ranks = tuple(rng.sample(range(2000), tp * pp * ep * cp))
         try:
             return Layout.make(model, tp=tp, pp=pp, ranks=ranks, layers=layers, ep=ep, cp=cp)
         except InvalidLayout:

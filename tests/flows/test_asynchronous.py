@@ -46,7 +46,7 @@ def numbers(record: StepRecord) -> StepRecord:
     stats = {
         name: value
         for name, value in record.stats.items()
-        if "_s/" not in name and not name.startswith("staleness/")
+        if "_s/" not in name and not name.startswith("staleness/") and not name.endswith("_processes")
     }
     return replace(
         record, stage_s={}, step_s=0.0, tokens_per_s=0.0, overhead_s=0.0, memory_bytes={}, stats=stats

@@ -67,7 +67,7 @@ def test_the_engines_of_a_model_bound_its_stages_apart() -> None:
     work = replace(request().workload, models=ModelShapes.same(shape, Algorithm.PPO))
 
     def sizes(stage: ModelStage, engines: Engines) -> set[tuple[float, float]]:
-        tp, pp, _ = layouts(stage, replace(work, engines=engines), pool, Space.POW2, ())
+        tp, pp, *_ = layouts(stage, replace(work, engines=engines), pool, Space.POW2, ())
         return set(zip(tp.tolist(), pp.tolist(), strict=True))
 
     assert {tp for tp, _ in sizes(GENERATE, Engines())} == {1, 2, 3, 6}
