@@ -4,23 +4,20 @@ admitted or not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from nereus.record.lines import append_line, read_lines
 
 DECISIONS_FILE = "decisions.jsonl"
 
 
 def append_decision(run_folder: Path, decision: Mapping[str, Any]) -> None:
     """Add a line and flush it."""
-    with (run_folder / DECISIONS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(decision) + "\n")
+    append_line(run_folder / DECISIONS_FILE, decision)
 
 
 def read_decisions(run_folder: Path) -> list[dict[str, Any]]:
     """All of a run, in order; empty where there were none."""
-    path = run_folder / DECISIONS_FILE
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_lines(run_folder / DECISIONS_FILE)

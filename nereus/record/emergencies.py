@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from nereus.record.lines import append_line, read_lines
 
 EMERGENCIES_FILE = "emergencies.jsonl"
 
@@ -39,14 +40,10 @@ class EmergencyRecord:
 
 def append_emergency(run_folder: Path, record: EmergencyRecord) -> None:
     """Add a line and flush it."""
-    with (run_folder / EMERGENCIES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+    append_line(run_folder / EMERGENCIES_FILE, asdict(record))
 
 
 def read_emergencies(run_folder: Path) -> list[EmergencyRecord]:
     """All of a run, in order; empty where there were none."""
-    path = run_folder / EMERGENCIES_FILE
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(run_folder / EMERGENCIES_FILE)
     return [EmergencyRecord(**line | {"way": Way(line["way"])}) for line in lines]

@@ -5,11 +5,12 @@ A run that is continued replays the lines that were taken, so it goes on with wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from nereus.record.lines import append_line, read_lines
 
 INTERVENTIONS_FILE = "interventions.jsonl"
 
@@ -31,13 +32,9 @@ class InterventionRecord:
 
 def append_intervention(run_folder: Path, record: InterventionRecord) -> None:
     """Add a line and flush it."""
-    with (run_folder / INTERVENTIONS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+    append_line(run_folder / INTERVENTIONS_FILE, asdict(record))
 
 
 def read_interventions(run_folder: Path) -> list[InterventionRecord]:
     """All of a run, in order; empty where there were none."""
-    path = run_folder / INTERVENTIONS_FILE
-    if not path.exists():
-        return []
-    return [InterventionRecord(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return [InterventionRecord(**line) for line in read_lines(run_folder / INTERVENTIONS_FILE)]

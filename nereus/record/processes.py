@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from nereus.record.lines import append_line, read_lines
 
 PROCESSES_FILE = "processes.jsonl"
 
@@ -32,13 +33,9 @@ class ProcessesRecord:
 
 def append_processes(run_folder: Path, record: ProcessesRecord) -> None:
     """Add a line and flush it."""
-    with (run_folder / PROCESSES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+    append_line(run_folder / PROCESSES_FILE, asdict(record))
 
 
 def read_processes(run_folder: Path) -> list[ProcessesRecord]:
     """All of a run, in order; empty where there were none."""
-    path = run_folder / PROCESSES_FILE
-    if not path.exists():
-        return []
-    return [ProcessesRecord(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return [ProcessesRecord(**line) for line in read_lines(run_folder / PROCESSES_FILE)]

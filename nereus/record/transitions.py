@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from nereus.record.lines import append_line, read_lines
 
 TRANSITIONS_FILE = "transitions.jsonl"
 
@@ -72,16 +73,12 @@ class TransitionRecord:
 
 def append_transition(run_folder: Path, record: TransitionRecord) -> None:
     """Add a line and flush it."""
-    with (run_folder / TRANSITIONS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+    append_line(run_folder / TRANSITIONS_FILE, asdict(record))
 
 
 def read_transitions(run_folder: Path) -> list[TransitionRecord]:
     """All of a run, in order; empty where there were none."""
-    path = run_folder / TRANSITIONS_FILE
-    if not path.exists():
-        return []
-    return [_record(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [_record(line) for line in read_lines(run_folder / TRANSITIONS_FILE)]
 
 
 def _record(fields: dict[str, Any]) -> TransitionRecord:
