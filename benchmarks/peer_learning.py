@@ -27,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from step import COUNT, WARM_UP, machine
+from step import COUNT, WARM_UP, in_own_process, machine
 
 ALGORITHMS = ("grpo", "rloo")
 LEARNING_RATE, BETA2, CLIP, GRADIENT_NORM = 2e-4, 0.95, 0.2, 1.0
@@ -191,15 +191,6 @@ def run_nereus(job: Job) -> Result:
 SIDES = {"trl": run_trl, "nereus": run_nereus}
 
 
-def in_own_process(side: str, job: Job) -> Result:
-    """Run one side in a process of its own, so that neither warms nor slows the other."""
-    command = [sys.executable, __file__, "--side", side, "--job", json.dumps(asdict(job))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{side} failed:\n{done.stderr[-4000:]}")
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     """Run both sides in turn, seed by seed, and print the table."""
     parser = argparse.ArgumentParser(
@@ -233,7 +224,7 @@ def main() -> None:
                     length=arguments.length,
                     threads=arguments.threads,
                 )
-                result = in_own_process(side, job)
+                result = Result(**in_own_process(__file__, side, job))
                 results.setdefault((algorithm, side), []).append(result)
                 words = f"{algorithm} {side} seed {seed}"
                 console.print(f"{words}: {result.last():.3f}, {result.tokens_per_s:,.0f} tokens/s")

@@ -22,9 +22,13 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT = ROOT / "examples" / "count"
@@ -163,13 +167,16 @@ def run_nereus(job: Job) -> Result:
 SIDES = {"trl": run_trl, "nereus": run_nereus}
 
 
-def in_own_process(side: str, job: Job) -> Result:
-    """Run one side in a process of its own, so that neither warms nor slows the other."""
-    command = [sys.executable, __file__, "--side", side, "--job", json.dumps(asdict(job))]
+def in_own_process(script: str, side: str, job: DataclassInstance) -> dict[str, Any]:
+    """What one side of a script's comparison prints, from a process of its own: neither warms nor slows the
+    other.
+    """
+    command = [sys.executable, script, "--side", side, "--job", json.dumps(asdict(job))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{side} failed:\n{done.stderr[-4000:]}")
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
 
 
 def main() -> None:
@@ -208,7 +215,7 @@ def main() -> None:
     for repeat in range(arguments.repeats):
         for side in SIDES:
             console.print(f"run {repeat + 1}: {side} ...")
-            runs[side].append(in_own_process(side, job))
+            runs[side].append(Result(**in_own_process(__file__, side, job)))
     best = [min(results, key=lambda result: result.step_s) for results in runs.values()]
     console.print(table_of(job, best))
     if arguments.json:
