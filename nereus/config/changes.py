@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -89,6 +90,29 @@ def with_changes(config: CampaignConfig, changes: Changes, *, step: int) -> Camp
         return CampaignConfig.model_validate(parts)
     except ValidationError as error:
         raise _refused(str(changes.model_dump(exclude_defaults=True)), str(error)) from error
+
+
+def settings(config: CampaignConfig) -> dict[str, Any]:
+    """What a configuration says of each thing that can be changed, by the name of the change, as in JSON."""
+    adaptation = config.adaptation
+    fixed = list(adaptation.fixed) if adaptation else None
+    return {
+        "learning_rate": config.optimizer.learning_rate,
+        "steps": config.steps,
+        "max_gpus": config.cluster.max_gpus if adaptation else 0,
+        "plan": fixed if adaptation else config.plan.model_dump(mode="json"),
+        "forbid": fixed,
+        "free": fixed,
+    }
+
+
+def still_meant(changes: Changes, over: Mapping[str, Any], config: CampaignConfig) -> Changes:
+    """The changes without those of settings that `config` has otherwise than `over`, the configuration that
+    was changed then: who has edited a setting since has spoken last.
+    """
+    now = settings(config)
+    edited = {name for name, value in over.items() if now[name] != value}
+    return Changes.model_validate(changes.model_dump(exclude_defaults=True, exclude=edited))
 
 
 def _cluster(cluster: ClusterConfig, most: int) -> dict[str, object]:

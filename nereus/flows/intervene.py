@@ -4,7 +4,8 @@
           ─▶ checkpoint ─▶ suspend (process and GPUs go)  ═▶ input ─▶ next process ─▶ configuration with it
 
 Both wait on the server with a form; it checks the input's types and bounds, `with_changes` all else. What was
-taken is in `interventions.jsonl`, from which a run that continues takes its configuration.
+taken is in `interventions.jsonl`, from which a run that continues takes its configuration, unless that was
+edited since.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 from uuid import UUID, uuid4
 
 from prefect.context import FlowRunContext
@@ -22,7 +23,7 @@ from prefect.input import RunInput
 from prefect.input.run_input import keyset_from_base_key
 
 from nereus.config import CampaignConfig
-from nereus.config.changes import Changes, with_changes
+from nereus.config.changes import Changes, settings, still_meant, with_changes
 from nereus.errors import ConfigError, Infeasible
 from nereus.flows import events
 from nereus.flows.requests import Asked, Requests, heard
@@ -30,7 +31,13 @@ from nereus.flows.tracking import unseen
 from nereus.flows.transition import move_to
 from nereus.planner.adapt import first
 from nereus.planner.seating import Seated
-from nereus.record.interventions import InterventionRecord, append_intervention, read_interventions
+from nereus.record.interventions import (
+    INTERVENTIONS_FILE,
+    InterventionRecord,
+    append_intervention,
+    read_interventions,
+)
+from nereus.record.listener import current_listener
 from nereus.tasks.adapt import gpus_of, request_of, seated_stages
 from nereus.tasks.checkpoint import save_checkpoint
 from nereus.tasks.job import Job
@@ -89,16 +96,17 @@ def change(job: Job, changes: Changes, kind: Literal["pause", "suspend"]) -> Non
     if changes.is_empty:
         job.listener.on_message(f"goes on unchanged from step {job.state.step}")
         return
-    step, values, why = job.state.step, _values(changes), ""
+    step, why, before = job.state.step, "", job.config
     seated: Seated | None = None
     try:
         seated = _apply(job, with_changes(job.config, changes, step=step))
     except (ConfigError, Infeasible) as error:
         why = str(error)
-    record = InterventionRecord(step=step, kind=kind, changes=values, taken=not why, why=why)
+    record = _record(before, changes, step, kind, why)
     append_intervention(job.config.run_folder, record)
-    events.intervened(job, not why, kind, values, why)
-    job.listener.on_message(f"before step {step}: " + (f"refused: {why}" if why else f"changed {values}"))
+    events.intervened(job, not why, kind, dict(record.changes), why)
+    said = f"refused: {why}" if why else f"changed {record.changes}"
+    job.listener.on_message(f"before step {step}: {said}")
     if seated is not None and move_to(job, seated_stages(job.stages, seated)):
         assert job.adapter is not None, "the planner chose"
         job.adapter.seated = seated
@@ -125,7 +133,8 @@ def _apply(job: Job, config: CampaignConfig) -> Seated | None:
 
 
 def resumed_config(config: CampaignConfig) -> CampaignConfig:
-    """The configuration with all changes that people made in this run before.
+    """The configuration with all changes that people made in this run before, but for settings that were
+    edited in the configuration since.
 
     The input of a suspension that has ended is fetched first, and recorded.
     """
@@ -138,7 +147,13 @@ def resumed_config(config: CampaignConfig) -> CampaignConfig:
         changes = _plain(given)
         records.append(_resumed(_replayed(config, records), changes, records[-1].step))
         append_intervention(config.run_folder, records[-1])
-    return _replayed(config, records)
+    after = _replayed(config, records)
+    given = settings(config)
+    if changed := {name: value for name, value in settings(after).items() if value != given[name]}:
+        current_listener.get().on_message(
+            f"goes on as it was changed before: {changed} ({INTERVENTIONS_FILE})"
+        )
+    return after
 
 
 def _resumed(config: CampaignConfig, changes: Changes, step: int) -> InterventionRecord:
@@ -148,23 +163,29 @@ def _resumed(config: CampaignConfig, changes: Changes, step: int) -> Interventio
         with_changes(config, changes, step=step)
     except ConfigError as error:
         why = str(error)
-    return InterventionRecord(step=step, kind="suspend", changes=_values(changes), taken=not why, why=why)
+    return _record(config, changes, step, "suspend", why)
+
+
+def _record(
+    before: CampaignConfig, changes: Changes, step: int, kind: Literal["pause", "suspend"], why: str
+) -> InterventionRecord:
+    """The line of changes to the configuration `before`; `why` they were refused, if they were."""
+    values = changes.model_dump(mode="json", exclude_defaults=True)
+    over = {name: value for name, value in settings(before).items() if name in values}
+    return InterventionRecord(step=step, kind=kind, changes=values, taken=not why, over=over, why=why)
 
 
 def _replayed(config: CampaignConfig, records: list[InterventionRecord]) -> CampaignConfig:
     for record in records:
         if record.taken:
-            config = with_changes(config, Changes.model_validate(record.changes), step=record.step)
+            changes = still_meant(Changes.model_validate(record.changes), record.over, config)
+            config = with_changes(config, changes, step=record.step)
     return config
 
 
 def _plain(changes: Changes) -> Changes:
     """The changes alone, without what Prefect adds to an input."""
     return Changes.model_validate(changes.model_dump())
-
-
-def _values(changes: Changes) -> dict[str, Any]:
-    return changes.model_dump(mode="json", exclude_defaults=True)
 
 
 def _told(job: Job) -> str:

@@ -1,12 +1,13 @@
 """What people changed while a run ran: `interventions.jsonl`, a line for each pause and suspension.
 
-A run that is continued replays the lines that were taken, so it goes on with what it was changed to.
+A run that is continued replays the lines that were taken, so it goes on with what it was changed to. A setting
+that its configuration has otherwise than the line found it stays as it is configured now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ class InterventionRecord:
     changes: Mapping[str, Any]
     """What was asked for, without what stays as it is."""
     taken: bool
+    over: Mapping[str, Any] = field(default_factory=dict)
+    """What the configuration said of them before."""
     why: str = ""
     """Why it was refused."""
     waits: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nereus.config import CampaignConfig
-from nereus.config.changes import Changes, read_changes, with_changes
+from nereus.config.changes import Changes, read_changes, settings, still_meant, with_changes
 from nereus.errors import ConfigError
 
 
@@ -108,3 +109,25 @@ def test_texts_are_read_as_yaml_and_mistakes_are_named() -> None:
     for text in ("learning_rate=0", "speed=2", "forbid=[tp4]", "steps=many"):
         with pytest.raises(ConfigError, match="command line"):
             read_changes([text])
+
+
+@pytest.mark.parametrize("make", [campaign, adaptive])
+def test_a_setting_that_was_edited_since_holds_over_an_older_change(
+    make: Callable[..., CampaignConfig],
+) -> None:
+    parts: dict[str, Any] = {"steps": 9, "learning_rate": 1e-5, "plan": {"actor_training": {"tp": 4}}}
+    changes, before = Changes.model_validate(parts), make()
+    assert still_meant(changes, settings(before), before) == changes
+    assert still_meant(changes, settings(before), make(steps=20)) == changes.model_copy(
+        update={"steps": None}
+    )
+    edited = make(optimizer={"learning_rate": 1e-3})
+    assert still_meant(changes, settings(before), edited).learning_rate is None
+    assert still_meant(changes, {}, make(steps=20)) == changes, "lines of older runs say nothing of before"
+
+
+def test_changes_of_a_planner_go_with_it() -> None:
+    changes = Changes(max_gpus=2, forbid=("actor.training=tp2pp1",), steps=9)
+    left = still_meant(changes, settings(adaptive()), campaign())
+    assert left == Changes(steps=9)
+    assert with_changes(campaign(), left, step=1).steps == 9

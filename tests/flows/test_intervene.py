@@ -17,7 +17,7 @@ from nereus.config import CampaignConfig
 from nereus.config.changes import Changes
 from nereus.errors import ConfigError
 from nereus.flows.campaign import run_steps
-from nereus.flows.intervene import change
+from nereus.flows.intervene import change, resumed_config
 from nereus.record.interventions import read_interventions
 from nereus.record.metrics import read_records
 from nereus.tasks.job import Job, open_job
@@ -59,6 +59,12 @@ def test_a_running_job_takes_a_rate_and_a_plan_and_refuses_what_does_not_fit(mak
     taken, refused = read_interventions(config.run_folder)
     assert (taken.taken, refused.taken) == (True, False)
     assert "64" in refused.why
+
+    goes_on = resumed_config(config)
+    assert (goes_on.steps, goes_on.optimizer.learning_rate) == (4, 5e-4)
+    assert goes_on.plan_at(1).actor_training.dp == 2
+    edited = resumed_config(config.model_copy(update={"steps": 6}))
+    assert (edited.steps, edited.optimizer.learning_rate) == (6, 5e-4), "the file was edited since"
 
 
 @pytest.mark.slow
