@@ -124,7 +124,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(tp=tp, pp=pp, ranks=ranks, layers=layers)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(old=layouts(), new=layouts(), value=st.booleans(), multiple=st.sampled_from([1, 4]))
 def test_what_one_layout_saved_another_loads_bit_for_bit(
     old: Layout, new: Layout, value: bool, multiple: int

@@ -87,7 +87,7 @@ def test_slices_divide_every_box_of_the_shard_and_differ_by_one_row(seed: int) -
             assert not any(array.any() for array in count.values())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_hop_cuts_the_slices_anew_bit_for_bit_at_the_lower_bound(seed: int) -> None:
     rng = random.Random(seed)

@@ -106,7 +106,7 @@ def test_layers_of_unequal_geometry_are_classes_of_their_own() -> None:
     assert partition(mixed, (Cut(2, (3, 1)),)).num_elements.sum() == mixed.num_elements
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_block_is_cut_between_rows_of_its_cells(seed: int) -> None:
     _, part, _ = random_partition(seed)

@@ -180,7 +180,7 @@ def random_plan(seed: int, *, placement: bool | None = None) -> ReshardPlan:
     )
 
 
-@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_i7_any_transition_covers_every_element_once_at_the_lower_bound(seed: int) -> None:
     plan = random_plan(seed)
@@ -193,7 +193,7 @@ def test_i7_any_transition_covers_every_element_once_at_the_lower_bound(seed: in
         assert mine.received_bytes == plan.traffic.received(rank)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_bounded_mode_gives_the_same_shards_within_the_declared_peak(seed: int) -> None:
     plan = random_plan(seed)

@@ -32,7 +32,7 @@ def stored_otherwise(model: ModelSpec, how: str) -> ModelSpec:
     )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
     how=st.sampled_from(["unfused", "other order"]),

@@ -58,6 +58,7 @@ def drawn(record: StepRecord) -> tuple[int, int, int, float | None]:
     return record.step, record.prompt_tokens, record.response_tokens, record.reward_mean
 
 
+@pytest.mark.slow
 def test_staleness_0_is_the_synchronous_campaign_bit_for_bit(make_config: Make) -> None:
     turns = campaign(make_config(name="turns", **APART))
     ahead = campaign(make_config(name="ahead", asynchrony={"staleness": 0}, **APART))

@@ -84,6 +84,7 @@ def test_a_campaign_leaves_metrics_report_checkpoint_and_a_model_that_transforme
     ]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_at_another_layout_and_dp_goes_on_as_if_never_stopped(
     make_config: Make, tmp_path: Path
 ) -> None:
@@ -146,7 +147,10 @@ def test_a_ppo_run_with_two_forced_transitions_has_the_loss_curve_of_one_without
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"kind": "ppo", "kl": {"where": "reward", "coefficient": 0.01, "estimator": "k1"}},
+        pytest.param(
+            {"kind": "ppo", "kl": {"where": "reward", "coefficient": 0.01, "estimator": "k1"}},
+            marks=pytest.mark.slow,
+        ),
         {"kind": "remax"},
         {"kind": "grpo", "kl": {"where": "loss", "coefficient": 0.01, "estimator": "k3"}, "entropy": 0.01},
     ],
@@ -170,6 +174,7 @@ def test_every_algorithm_takes_steps(make_config: Make, algorithm: dict[str, obj
         assert "score reference" in watcher.stages
 
 
+@pytest.mark.slow
 def test_generation_on_the_training_units_shares_their_weights(make_config: Make) -> None:
     result = campaign(make_config(plan={"actor_training": {"tp": 2}}, steps=2, tracking="full"))
     records = read_records(result.metrics)
@@ -275,6 +280,7 @@ def test_a_run_that_loses_a_worker_goes_on_with_the_others_and_loses_nothing(
         assert struck[3].stats[name] == pytest.approx(still[3].stats[name], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_the_last_copy_of_a_model_goes_back_to_its_newest_checkpoint(
     make_config: Make,
 ) -> None:

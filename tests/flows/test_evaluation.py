@@ -37,6 +37,7 @@ def learnt(folder: Path) -> list[dict[str, Any]]:
     return told
 
 
+@pytest.mark.slow
 def test_evaluations_are_recorded_and_training_does_not_notice(make_config: Make, tmp_path: Path) -> None:
     plain = campaign(make_config(name="plain"))
     config = make_config(

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
 
 
+@pytest.mark.slow
 def test_programs_of_a_campaign_are_run_in_sandboxes(make_config: Make) -> None:
     try:
         check_sandbox(Sandbox())

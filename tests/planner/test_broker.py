@@ -55,7 +55,7 @@ def pools(draw: st.DrawFn) -> Pool:
     return Pool(num_gpus=sum(bid.least for bid in bids.values()) + spare, bids=bids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pool=pools(), data=st.data())
 def test_over_any_trace_of_values_nobody_is_short_nothing_is_given_twice_and_residence_holds(
     pool: Pool, data: st.DataObject
@@ -74,7 +74,7 @@ def test_over_any_trace_of_values_nobody_is_short_nothing_is_given_twice_and_res
         assert all(b - a >= RULES.residence_s for a, b in pairwise(times))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pool=pools(), data=st.data())
 def test_with_values_that_stay_the_moves_end_and_no_campaign_gives_back_what_it_took(
     pool: Pool, data: st.DataObject

@@ -132,6 +132,7 @@ def run(
     return whole, {rank: found[rank][1] for rank in RANKS}
 
 
+@pytest.mark.slow
 def test_a_step_after_a_bounded_move_of_live_engines_is_bitwise_that_after_a_shadow_move(
     workers: Workers, store: Store
 ) -> None:

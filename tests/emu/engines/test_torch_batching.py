@@ -67,7 +67,7 @@ def dealt(batch: TrainBatch, num_units: int, limit: Limit) -> list[list[TrainBat
 ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)), min_size=1, max_size=9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(lengths=ROWS, tokens=st.integers(5, 200), seed=st.integers(0, 99), pads=st.booleans())
 def test_micro_batches_by_tokens_give_the_gradient_of_rows_one_by_one(
     lengths: list[tuple[int, int]], tokens: int, seed: int, pads: bool
@@ -82,7 +82,7 @@ def test_micro_batches_by_tokens_give_the_gradient_of_rows_one_by_one(
     torch.testing.assert_close(same, grad, rtol=RTOL, atol=ATOL)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(lengths=ROWS, seed=st.integers(0, 99), extra=st.integers(1, 30))
 def test_packing_and_padding_do_not_change_the_gradient(
     lengths: list[tuple[int, int]], seed: int, extra: int

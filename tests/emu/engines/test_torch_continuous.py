@@ -38,7 +38,7 @@ def assert_equal(found: Rollouts, expected: Rollouts) -> None:
     torch.testing.assert_close(found.logprobs_bt, expected.logprobs_bt, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     num=st.integers(1, 30),
     max_rows=st.integers(1, 9),
@@ -58,7 +58,7 @@ def test_slots_do_not_change_what_is_drawn(
     assert_equal(alone(SMALL, max_rows=max_rows).generate(prompts, how, 0), expected)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(cuts=st.lists(st.integers(1, 8), min_size=1, max_size=6), slots=st.integers(1, 9))
 def test_rows_that_are_fed_are_answered_as_if_they_came_together(cuts: list[int], slots: int) -> None:
     prompts = make_prompts(many_prompts(slots + sum(cuts)))
