@@ -1,6 +1,6 @@
 """What people changed while a run ran: `interventions.jsonl`, a line for each pause and suspension.
 
-A run that is continued replays the lines that were taken, so it goes on with what it was changed to. A setting
+A run that is continued replays the lines that were taken: it goes on with what it was changed to. A setting
 that its configuration has otherwise than the line found it stays as it is configured now.
 """
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import Arena, ShardState
+from nereus.emu.arena import ShardState
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.engine_limits import check_layout
+from nereus.emu.engines.arena_engine import ArenaEngine
 from nereus.emu.engines.deepspeed.process import DeepSpeedProcess, initialize
 from nereus.emu.engines.deepspeed.step import StepOptimizer
 from nereus.emu.engines.deepspeed.trunk import Binding, make_trunk
@@ -36,8 +37,7 @@ from nereus.emu.engines.torch.model import embed
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
-from nereus.emu.engines.torch.scored import Limit, Read, Scored, last_values
-from nereus.emu.engines.torch.shard_arenas import ShardArenas
+from nereus.emu.engines.torch.scored import Limit, Read, Scored
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
@@ -59,11 +59,11 @@ def settings(layout: Layout) -> dict[str, object]:
     }
 
 
-class DeepSpeedTrainer:
+class DeepSpeedTrainer(ArenaEngine):
     """A ScoreEngine, and with an optimizer a TrainEngine. Collective over the unit when it is made.
 
-    Without `state` the arenas are new and zero: `fill` them. Raises InvalidLayout for a cut that DeepSpeed
-    cannot make: pipeline stages, or a tp that does not divide the heads.
+    Raises InvalidLayout for a cut that DeepSpeed cannot make: pipeline stages, or a tp that does not divide
+    the heads.
     """
 
     def __init__(
@@ -79,19 +79,17 @@ class DeepSpeedTrainer:
         state: ShardState | None = None,
     ) -> None:
         check_layout("deepspeed", config, layout)
-        self._config, self._groups, self._device = config, groups, torch.device(device)
-        arenas = ShardArenas.of(
+        super().__init__(
             config,
             decoder_spec(config),
             layout,
             groups,
             optimizer=optimizer,
-            device=self._device,
+            device=device,
             zero1=zero1,
             state=state,
         )
-        self._state, self._grad = arenas.state, arenas.grad
-        self._step: StepOptimizer | None = None
+        self._optimizer: StepOptimizer | None = None
         theta = self._state["theta"]
         self._process = DeepSpeedProcess(groups, self._device, TIMEOUT)
         with self._process.entered():
@@ -100,57 +98,18 @@ class DeepSpeedTrainer:
                 stage_weights(config, theta.shard, views, self._process.tp_group()), layers=()
             )
             trunk = make_trunk(config, self._device, recompute=recompute)
-            if arenas.step is not None:
-                self._step = StepOptimizer(list(trunk.parameters()), arenas.step, self._process)
-            self._engine = initialize(trunk, self._step, settings(layout))
+            if self._step is not None:
+                parameters = list(trunk.parameters())
+                self._optimizer = StepOptimizer(parameters, self._step, self._process, self._updating)
+            self._engine = initialize(trunk, self._optimizer, settings(layout))
             if layout.tp > 1:
                 self._engine.first_dataloader_check.remove()  # a unit's ranks are given the same rows
             self._binding = Binding(trunk, theta, self._grad)
             self._binding.bind()
-            if self._step is None:
+            if self._optimizer is None:
                 self._binding.freeze()
-        if self._step is not None:
-            self._step.leave_to_deepspeed(trunk)
-
-    @property
-    def step_count(self) -> int:
-        """Adam's t; part of the logical state, so whoever moves the moments sets it too."""
-        return 0 if self._step is None else self._step.step_count
-
-    @step_count.setter
-    def step_count(self, count: int) -> None:
-        if self._step is not None:
-            self._step.step_count = count
-
-    @property
-    def state(self) -> ShardState:
-        """The shard's arenas; a write into them is at once the model's."""
-        return self._state
-
-    @property
-    def grad(self) -> Arena | None:
-        """Gradients of the last step, clipped (with zero1 this unit's own); None without an optimizer."""
-        return self._grad
-
-    def score(
-        self,
-        batch: TokenBatch,
-        *,
-        micro_batch_rows: int,
-        micro_batch_tokens: int | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> Scores:
-        """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
-        limit = (micro_batch_rows, micro_batch_tokens)
-        return self._forward(batch, limit, temperature=temperature, entropy=entropy)
-
-    def rewards(
-        self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
-    ) -> Tensor:
-        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
-        limit = (micro_batch_rows, micro_batch_tokens)
-        return last_values(self._forward(batch, limit, read="last"))
+        if self._optimizer is not None:
+            self._optimizer.leave_to_deepspeed(trunk)
 
     def close(self) -> None:
         """Let DeepSpeed's engine go, and the unit's world with it."""
@@ -158,36 +117,27 @@ class DeepSpeedTrainer:
             self._engine.destroy()
         self._process.close()
 
-    def train_step(
-        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
-    ) -> TrainMetrics:
-        """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
-        assert self._grad is not None, "built without an optimizer"
-        assert self._step is not None, "built without an optimizer"
-        assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
-        clock = Clock(self._device)
-        with self._process.entered():
-            with clock.phase("forward_backward"), timed_sums():
-                self._grad.flat.zero_()
-                self._binding.bind_gradients()
-                self._engine.train()
-                sums = self._accumulate(micro_batches, loss, counts)
-            self._step.prepare(sums, clock, learning_rate)
-            self._engine.step()
-        return self._step.metrics
-
     def _accumulate(
         self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts
     ) -> dict[str, Tensor]:
-        """Add the gradients of all micro-batches; returns this unit's sums."""
         sums: dict[str, Tensor] = {}
-        for batch in (one.trimmed() for one in micro_batches):
-            packed = pack(batch.batch).to(self._device)
-            scores = self._scores(packed, temperature=loss.temperature, entropy=loss.needs_entropy)
-            share, parts = loss(scores, on_device(self._device, batch), counts)
-            add_sums(sums, {"loss": share} | parts)
-            self._engine.backward(share)
+        with self._process.entered(), timed_sums():
+            self._binding.bind_gradients()
+            self._engine.train()
+            for batch in (one.trimmed() for one in micro_batches):
+                packed = pack(batch.batch).to(self._device)
+                scores = self._scores(packed, temperature=loss.temperature, entropy=loss.needs_entropy)
+                share, parts = loss(scores, on_device(self._device, batch), counts)
+                add_sums(sums, {"loss": share} | parts)
+                self._engine.backward(share)
         return sums
+
+    def _update(self, sums: dict[str, Tensor], clock: Clock, learning_rate: float) -> TrainMetrics:
+        assert self._optimizer is not None, "built without an optimizer"
+        self._optimizer.prepare(sums, clock, learning_rate)
+        with self._process.entered():
+            self._engine.step()
+        return self._optimizer.metrics
 
     def _forward(
         self,
@@ -198,7 +148,6 @@ class DeepSpeedTrainer:
         entropy: bool = False,
         read: Read = "response",
     ) -> Scores:
-        """Log-probabilities, and entropy if asked, or values; on the CPU of every rank."""
         scored = Scored(batch, self._config.head, self._device, entropy=entropy, read=read)
         with torch.no_grad(), self._process.entered(), timed_sums():
             self._engine.eval()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from nereus.emu.batch import TrainMetrics
 from nereus.emu.engines.deepspeed.process import DeepSpeedProcess
-from nereus.emu.engines.protocol import TORN
 from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.step import ArenaStep
 
@@ -19,14 +19,18 @@ class StepOptimizer(torch.optim.Optimizer):
     """Takes the place of a client's optimizer in `deepspeed.initialize`; holds no state of its own.
 
     `prepare` says what the next step is, `DeepSpeedEngine.step` takes it, `metrics` tells what it did.
+    `updating` surrounds every update of the arenas, with Adam's t.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], step: ArenaStep, process: DeepSpeedProcess
+        self,
+        parameters: Sequence[nn.Parameter],
+        step: ArenaStep,
+        process: DeepSpeedProcess,
+        updating: Callable[[], AbstractContextManager[int]],
     ) -> None:
         super().__init__(parameters, {"lr": 0.0})
-        self.step_count = 0
-        self._step, self._process = step, process
+        self._step, self._process, self._updating = step, process, updating
         self._next: tuple[dict[str, Tensor], Clock, float] | None = None
         self._metrics: TrainMetrics | None = None
 
@@ -56,7 +60,8 @@ class StepOptimizer(torch.optim.Optimizer):
         sums, clock, learning_rate = self._next
         with self._process.outside():
             reduced = self._step.reduce(sums, clock)
-            count, self.step_count = self.step_count + 1, TORN
-            self._metrics = self._step.update(reduced, clock, learning_rate=learning_rate, step_count=count)
-            self.step_count = count
+            with self._updating() as count:
+                self._metrics = self._step.update(
+                    reduced, clock, learning_rate=learning_rate, step_count=count
+                )
         self._next = None

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import Arena, ShardState
-from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.arena import ShardState
+from nereus.emu.batch import Scores, TokenBatch, TrainBatch
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.engine_limits import check_layout
+from nereus.emu.engines.arena_engine import ArenaEngine
 from nereus.emu.engines.megatron.groups import collection
 from nereus.emu.engines.megatron.model import (
     bind,
@@ -30,26 +31,22 @@ from nereus.emu.engines.megatron.model import (
 from nereus.emu.engines.megatron.process import MegatronProcess
 from nereus.emu.engines.megatron.schedule import Schedule
 from nereus.emu.engines.padded_rows import Rows
-from nereus.emu.engines.protocol import TORN
 from nereus.emu.engines.torch.accumulate import add_sums, on_device
-from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.forward import head_scores
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.rows import take_rows
-from nereus.emu.engines.torch.scored import Limit, Read, Scored, last_values
-from nereus.emu.engines.torch.shard_arenas import ShardArenas
+from nereus.emu.engines.torch.scored import Limit, Read, Scored
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit_groups import UnitGroups
 
 
-class MegatronEngine:
+class MegatronEngine(ArenaEngine):
     """A ScoreEngine, and with an optimizer a TrainEngine. `spec` is the model as Megatron stores it.
 
-    Without `state` the arenas are new and zero: `fill` them. Needs a default world, if only of one rank.
-    Raises InvalidLayout for a cut that Megatron cannot make.
+    Needs a default world, if only of one rank. Raises InvalidLayout for a cut that Megatron cannot make.
     """
 
     def __init__(
@@ -66,19 +63,9 @@ class MegatronEngine:
         state: ShardState | None = None,
     ) -> None:
         check_layout("megatron", config, layout)
-        self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
-        self._config, self._groups, self._device = config, groups, torch.device(device)
-        arenas = ShardArenas.of(
-            config,
-            spec,
-            layout,
-            groups,
-            optimizer=optimizer,
-            device=self._device,
-            zero1=zero1,
-            state=state,
+        super().__init__(
+            config, spec, layout, groups, optimizer=optimizer, device=device, zero1=zero1, state=state
         )
-        self._state, self._grad, self._step = arenas.state, arenas.grad, arenas.step
         heads = [piece for piece in self._state.shard.pieces if piece.physical == head_name(config)]
         self._vocab = heads[0].box[0] if heads else (0, 0)
         self._process = MegatronProcess(self._device)
@@ -89,61 +76,13 @@ class MegatronEngine:
         bind(self._model, config, layout, groups.position, self._state["theta"], self._grad)
         self._schedule = Schedule(self._model, ours, masks=not uses_transformer_engine(self._device))
 
-    @property
-    def state(self) -> ShardState:
-        """The shard's arenas; a write into them is at once the model's."""
-        return self._state
-
-    @property
-    def grad(self) -> Arena | None:
-        """Gradients of the last step, clipped (with zero1 this unit's own); None without an optimizer."""
-        return self._grad
-
-    def score(
-        self,
-        batch: TokenBatch,
-        *,
-        micro_batch_rows: int,
-        micro_batch_tokens: int | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> Scores:
-        """Log-probabilities (or values, for a value head) of the response tokens; rows in order."""
-        limit = (micro_batch_rows, micro_batch_tokens)
-        return self._forward(batch, limit, temperature=temperature, entropy=entropy)
-
-    def rewards(
-        self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
-    ) -> Tensor:
-        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
-        limit = (micro_batch_rows, micro_batch_tokens)
-        return last_values(self._forward(batch, limit, read="last"))
-
     def close(self) -> None:
         """Free Megatron's scratch memory and what it caches by module."""
         self._process.close()
 
-    def train_step(
-        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
-    ) -> TrainMetrics:
-        """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
-        assert self._grad is not None, "built without an optimizer"
-        assert self._step is not None, "built without an optimizer"
-        assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
-        clock = Clock(self._device)
-        with clock.phase("forward_backward"):
-            self._grad.flat.zero_()
-            sums = self._accumulate(micro_batches, loss, counts)
-        reduced = self._step.reduce(sums, clock)
-        step_count, self.step_count = self.step_count + 1, TORN
-        metrics = self._step.update(reduced, clock, learning_rate=learning_rate, step_count=step_count)
-        self.step_count = step_count
-        return metrics
-
     def _accumulate(
         self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts
     ) -> dict[str, Tensor]:
-        """Add the gradients of all micro-batches; returns this unit's sums, on the last stage only."""
         trimmed = [batch.trimmed() for batch in micro_batches]
         packed = [pack(batch.batch).to(self._device) for batch in trimmed]
         rows = [Rows.of(one) for one in packed]
@@ -174,7 +113,6 @@ class MegatronEngine:
         entropy: bool = False,
         read: Read = "response",
     ) -> Scores:
-        """Log-probabilities, and entropy if asked, or values; on the CPU of every rank."""
         scored = Scored(batch, self._config.head, self._device, entropy=entropy, read=read)
         parts = list(scored.micro_batches(limit))
         rows = [Rows.of(packed) for _, packed in parts]

@@ -16,33 +16,29 @@ import torch
 from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
-from nereus.emu.arena import Arena, ShardState
-from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
+from nereus.emu.arena import ShardState
+from nereus.emu.batch import Scores, TokenBatch, TrainBatch
 from nereus.emu.decoder import DecoderConfig, decoder_spec
-from nereus.emu.engines.protocol import TORN
+from nereus.emu.engines.arena_engine import ArenaEngine
 from nereus.emu.engines.torch.accumulate import accumulate
-from nereus.emu.engines.torch.clock import Clock
 from nereus.emu.engines.torch.experts import ExpertGroup
 from nereus.emu.engines.torch.forward import Stage
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.rope import RopeTable
 from nereus.emu.engines.torch.score import score
-from nereus.emu.engines.torch.scored import last_values
-from nereus.emu.engines.torch.shard_arenas import ShardArenas
+from nereus.emu.engines.torch.scored import Limit, Read
 from nereus.emu.engines.torch.weights import covered, leaves, stage_weights, without_adapters
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.unit_groups import UnitGroups
 
 
-class TorchEngine:
-    """A ScoreEngine, and with an optimizer a TrainEngine.
+class TorchEngine(ArenaEngine):
+    """A ScoreEngine, and with an optimizer a TrainEngine, without other packages.
 
-    Without `state` the arenas are new and zero: `fill` them. With it the engine takes over arenas that a
-    transaction has prepared; they must be of this layout's shard and hold every kind of state. The arenas of
-    all kinds but theta are of what is trained: of a model with adapters of these alone, and with `zero1`,
-    where the units share the optimizer's state, of this unit's slice. `router_balance` is the coefficient of
-    the loss that evens the load of a mixture's experts.
+    The arenas of all kinds but theta are of what is trained: of a model with adapters of these alone, and
+    with `zero1`, where the units share the optimizer's state, of this unit's slice. `router_balance` is the
+    coefficient of the loss that evens the load of a mixture's experts.
     """
 
     def __init__(
@@ -58,20 +54,16 @@ class TorchEngine:
         zero1: bool = False,
         router_balance: float = 0.0,
     ) -> None:
-        self.step_count = 0  # Adam's t; part of the logical state, so whoever moves the moments sets it too
-        self._config, self._groups = config, groups
-        self._device = torch.device(device)
-        arenas = ShardArenas.of(
+        super().__init__(
             config,
             decoder_spec(config),
             layout,
             groups,
             optimizer=optimizer,
-            device=self._device,
+            device=device,
             zero1=zero1,
             state=state,
         )
-        self._state, self._grad, self._step = arenas.state, arenas.grad, arenas.step
         theta = self._state["theta"]
         views = covered(theta)
         if self._grad is not None:
@@ -84,36 +76,9 @@ class TorchEngine:
         )
 
     @property
-    def state(self) -> ShardState:
-        """The shard's arenas; a write into them is at once the model's."""
-        return self._state
-
-    @property
     def stage(self) -> Stage:
         """The stage's weights by role, for generation on the same shard."""
         return self._stage
-
-    @property
-    def grad(self) -> Arena | None:
-        """Gradients of the last step, clipped (with zero1 this unit's own); None without an optimizer."""
-        return self._grad
-
-    def score(
-        self,
-        batch: TokenBatch,
-        *,
-        micro_batch_rows: int,
-        micro_batch_tokens: int | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> Scores:
-        """Log-probabilities (or values, for a value head) of the response tokens; rows in order.
-
-        The value of a response token is the critic's estimate before it is produced, read off the same hidden
-        state as its log-probability.
-        """
-        limit = (micro_batch_rows, micro_batch_tokens)
-        return score(self._stage, self._groups, batch, limit, temperature=temperature, entropy=entropy)
 
     def score_frozen(
         self,
@@ -129,29 +94,20 @@ class TorchEngine:
         limit = (micro_batch_rows, micro_batch_tokens)
         return score(frozen, self._groups, batch, limit, temperature=temperature, entropy=entropy)
 
-    def rewards(
-        self, batch: TokenBatch, *, micro_batch_rows: int, micro_batch_tokens: int | None = None
-    ) -> Tensor:
-        """A reward model's judgement of each row, read at its last token; float32 [b]. Collective."""
-        limit = (micro_batch_rows, micro_batch_tokens)
-        return last_values(score(self._stage, self._groups, batch, limit, read="last"))
+    def _forward(
+        self,
+        batch: TokenBatch,
+        limit: Limit,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        read: Read = "response",
+    ) -> Scores:
+        return score(
+            self._stage, self._groups, batch, limit, temperature=temperature, entropy=entropy, read=read
+        )
 
-    def close(self) -> None:
-        """Nothing is held beside the state and the gradients, which go with the engine."""
-
-    def train_step(
-        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
-    ) -> TrainMetrics:
-        """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
-        assert self._grad is not None, "built without an optimizer"
-        assert self._step is not None, "built without an optimizer"
-        assert micro_batches, "a step needs at least one micro-batch, if only of padding rows"
-        clock = Clock(self._device)
-        with clock.phase("forward_backward"):
-            self._grad.flat.zero_()
-            sums = accumulate(self._stage, self._groups, micro_batches, loss, counts)
-        reduced = self._step.reduce(sums, clock)
-        step_count, self.step_count = self.step_count + 1, TORN
-        metrics = self._step.update(reduced, clock, learning_rate=learning_rate, step_count=step_count)
-        self.step_count = step_count
-        return metrics
+    def _accumulate(
+        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts
+    ) -> dict[str, Tensor]:
+        return accumulate(self._stage, self._groups, micro_batches, loss, counts)
