@@ -130,3 +130,7 @@ def test_pure_half_loads_neither_torch_ray_nor_prefect() -> None:
     ]
     statement = "import " + ", ".join([*names, *planner, "nereus"])
     assert not loaded_by(statement) & {"torch", "ray", "prefect", "triton"}
+
+
+def test_the_flow_of_a_deployment_is_cheap_to_import() -> None:
+    assert not loaded_by("import nereus.flows.campaign") & {"torch", "ray", "scipy"}

@@ -17,6 +17,7 @@ QUIET = {
     "PREFECT_CLI_PROMPT": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_task_events_report_interval_ms": "0",  # nobody reads them; a run that stops may wait 5 s for them
 }
 EMBEDDED = {
     "PREFECT_SERVER_EPHEMERAL_ENABLED": "true",

@@ -148,8 +148,8 @@ def resumed_config(config: CampaignConfig) -> CampaignConfig:
         records.append(_resumed(_replayed(config, records), changes, records[-1].step))
         append_intervention(config.run_folder, records[-1])
     after = _replayed(config, records)
-    given = settings(config)
-    if changed := {name: value for name, value in settings(after).items() if value != given[name]}:
+    configured = settings(config)
+    if changed := {name: value for name, value in settings(after).items() if value != configured[name]}:
         current_listener.get().on_message(
             f"goes on as it was changed before: {changed} ({INTERVENTIONS_FILE})"
         )

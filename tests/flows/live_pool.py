@@ -31,7 +31,7 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from nereus.config import CampaignConfig
 from nereus.emu.layout import Rank
-from nereus.flows.campaign import run_steps
+from nereus.flows.post_training import run_steps
 from nereus.record.decisions import read_decisions
 from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records

@@ -9,7 +9,8 @@ import pytest
 import ray
 
 from nereus.config import CampaignConfig
-from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.campaign import campaign
+from nereus.flows.post_training import run_steps
 from nereus.record.decisions import read_decisions
 from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records

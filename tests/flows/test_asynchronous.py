@@ -17,8 +17,9 @@ from nereus.config.changes import Changes
 from nereus.data.order import Cursor
 from nereus.emu.checkpoint.source import open_checkpoint
 from nereus.errors import DataError
-from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.campaign import campaign
 from nereus.flows.intervene import change
+from nereus.flows.post_training import run_steps
 from nereus.flows.rollout_queue import RolloutQueue
 from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records

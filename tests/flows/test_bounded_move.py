@@ -10,7 +10,8 @@ import ray
 
 from nereus.config import CampaignConfig
 from nereus.emu.cluster import Call
-from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.campaign import campaign
+from nereus.flows.post_training import run_steps
 from nereus.record.emergencies import Way, read_emergencies
 from nereus.record.metrics import read_records
 from nereus.record.step import StepRecord

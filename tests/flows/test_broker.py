@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from nereus.config import CampaignConfig
 from nereus.errors import ConfigError
 from nereus.flows.broker import share_out
-from nereus.flows.campaign import run_steps
+from nereus.flows.post_training import run_steps
 from nereus.planner.broker import Rules
 from nereus.record.metrics import read_records
 from nereus.tasks.job import open_job

@@ -16,7 +16,8 @@ from nereus.config import CampaignConfig
 from nereus.emu.checkpoint.folder import committed
 from nereus.emu.checkpoint.source import open_checkpoint
 from nereus.errors import Cancelled, CheckpointError
-from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.campaign import campaign
+from nereus.flows.post_training import run_steps
 from nereus.record.listener import current_listener
 from nereus.record.metrics import read_records
 from nereus.record.step import StepRecord

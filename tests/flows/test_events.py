@@ -15,8 +15,8 @@ from prefect.events.schemas.automations import EventTrigger
 from prefect.events.schemas.events import Event, Resource, ResourceSpecification
 
 from nereus.config import CampaignConfig
-from nereus.flows.campaign import run_steps
 from nereus.flows.deployments import scheduled, start_when_gpus_appear
+from nereus.flows.post_training import run_steps
 from nereus.record.decisions import read_decisions
 from nereus.record.transitions import read_transitions
 from nereus.tasks.job import open_job

@@ -16,8 +16,8 @@ from nereus.cli import intervene as command
 from nereus.config import CampaignConfig
 from nereus.config.changes import Changes
 from nereus.errors import ConfigError
-from nereus.flows.campaign import run_steps
 from nereus.flows.intervene import change, resumed_config
+from nereus.flows.post_training import run_steps
 from nereus.record.interventions import read_interventions
 from nereus.record.metrics import read_records
 from nereus.tasks.job import Job, open_job

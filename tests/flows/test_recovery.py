@@ -9,7 +9,8 @@ import ray
 
 from nereus.config import CampaignConfig
 from nereus.emu.checkpoint.source import open_checkpoint
-from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.campaign import campaign
+from nereus.flows.post_training import run_steps
 from nereus.record.emergencies import read_emergencies
 from nereus.record.metrics import read_records
 from nereus.record.transitions import read_transitions

@@ -17,7 +17,8 @@ from prefect.client.schemas.objects import TaskRun
 
 from nereus.config import CampaignConfig
 from nereus.emu.cluster import Call
-from nereus.flows.campaign import campaign, run_steps
+from nereus.flows.campaign import campaign
+from nereus.flows.post_training import run_steps
 from nereus.record.metrics import read_records
 from nereus.record.transitions import TransitionRecord, read_transitions
 from nereus.tasks.job import open_job
