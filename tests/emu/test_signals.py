@@ -35,23 +35,29 @@ def test_the_handler_is_put_back() -> None:
 
 
 @pytest.mark.usefixtures("_stopping")
-@pytest.mark.parametrize("leaves", [True, False], ids=["by leaving", "by nothing"])
-def test_a_signal_that_another_handler_answered_reaches_the_one_before(leaves: bool) -> None:
-    def answer(number: int, frame: object) -> None:
-        if leaves:
-            sys.exit(number)
+def test_a_handler_that_the_block_installs_takes_no_effect() -> None:
+    before, after = signal.getsignal(signal.SIGUSR1), []
+    with pytest.raises(Stopped), kept_handler(signal.SIGUSR1):  # noqa: PT012
+        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(number))
+        assert signal.getsignal(signal.SIGUSR1) is before
+        os.kill(os.getpid(), signal.SIGUSR1)
+        after.append("the block goes on")
+    assert after == []
 
-    after: list[str] = []
 
-    def start() -> None:
-        with kept_handler(signal.SIGUSR1):
-            signal.signal(signal.SIGUSR1, answer)
+@pytest.mark.usefixtures("_stopping")
+def test_what_a_handler_raised_and_the_block_lost_is_raised_once_more() -> None:
+    after = []
+    with pytest.raises(Stopped), kept_handler(signal.SIGUSR1):  # noqa: PT012
+        try:
             os.kill(os.getpid(), signal.SIGUSR1)
-            after.append("the block goes on")
-
-    with pytest.raises(Stopped):
-        start()
-    assert after == ([] if leaves else ["the block goes on"])
+        except Stopped:
+            after.append("lost")
+        other = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # other signals' handlers are the block's
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+        signal.signal(signal.SIGUSR2, other)
+        after.append("the block goes on")
+    assert after == ["lost", "the block goes on"]
 
 
 @pytest.mark.usefixtures("_stopping")
