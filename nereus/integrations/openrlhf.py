@@ -11,6 +11,7 @@ import yaml
 
 from nereus.errors import ConfigError, explain
 from nereus.integrations.adoption import Adoption, Rule, Tree, adopt, place, place_adapters
+from nereus.integrations.openrlhf_names import OLD_NAMES
 
 TOGETHER = "read together with others"
 ESTIMATORS = {
@@ -48,7 +49,9 @@ RULES: Mapping[str, Rule] = {
     "num_episodes": Rule(note=TOGETHER),
     "actor_learning_rate": Rule(to="optimizer.learning_rate"),
     "critic_learning_rate": Rule(to="algorithm.critic_learning_rate"),
+    "optim": Rule(only=("adam", None), otherwise="the optimizer is AdamW"),
     "adam_betas": Rule(note=TOGETHER),
+    "adam_eps": Rule(to="optimizer.eps"),
     "l2": Rule(to="optimizer.weight_decay"),
     "max_norm": Rule(to="optimizer.max_gradient_norm"),
     "lr_scheduler": Rule(
@@ -65,6 +68,7 @@ RULES: Mapping[str, Rule] = {
     "eps_clip": Rule(note=TOGETHER),
     "eps_clip_low_high": Rule(note=TOGETHER),
     "dual_clip": Rule(to="algorithm.dual_clip"),
+    "policy_loss_type": Rule(only=("ppo", None), otherwise="choose it by algorithm.kind"),
     "value_clip": Rule(to="algorithm.value_clip"),
     "init_kl_coef": Rule(note=TOGETHER),
     "use_kl_loss": Rule(note=TOGETHER),
@@ -107,6 +111,7 @@ NOT_NEEDED = (
     "prompt_split", "ckpt_path", "load_checkpoint", "save_hf_ckpt", "disable_ds_ckpt",
     "normalize_reward", "grad_accum_dtype", "gradient_checkpointing_use_reentrant", "input_template",
     "disable_fast_tokenizer", "vllm_generate_batch_size", "max_len", "rollout_max_tokens_per_gpu",
+    "logger", "eval", "ds.use_liger_kernel", "ds.deepcompile", "ds.zpg", "ref.offload", "reward.offload",
 )  # fmt: skip
 
 
@@ -139,13 +144,16 @@ def words_of(path: Path) -> list[str]:
 
 
 def options(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value value`, `--name=value` and `--flag`, with values as YAML reads them."""
+    """`--name value value`, `--name=value` and `--flag`, with values as YAML reads them; an option in a group
+    (`--group.name`) comes by its old name where it had one.
+    """
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, sign, value = word[2:].partition("=")
-            name = name.replace("-", "_").rpartition(".")[2]
+            name = name.replace("-", "_")
+            name = OLD_NAMES.get(name, name)
             found[name] = [value] if sign else []
         elif name:
             found[name].append(word)

@@ -99,7 +99,43 @@ def test_adapters_are_read_with_openrlhfs_names() -> None:
 
 def test_options_are_read_with_their_values() -> None:
     words = ["train", "--a", "1", "2.5", "--b=x", "--flag", "--c-d", "1e-3", "--e.f", "null"]
-    assert options(words) == {"a": [1, 2.5], "b": "x", "flag": True, "c_d": 1e-3, "f": None}
+    assert options(words) == {"a": [1, 2.5], "b": "x", "flag": True, "c_d": 1e-3, "e.f": None}
+
+
+GROUPED = r"""
+python3 -m openrlhf.cli.train_ppo_ray \
+   --ref.num_nodes 1 --ref.num_gpus_per_node 4 --actor.num_nodes 1 --actor.num_gpus_per_node 8 \
+   --critic.num_nodes 1 --critic.num_gpus_per_node 2 \
+   --vllm.num_engines 4 --vllm.tensor_parallel_size 2 --train.colocate_all \
+   --actor.model_name_or_path Qwen/Qwen3-4B --critic.model_name_or_path critic/folder \
+   --reward.remote_url reward.py --ckpt.path /runs/ckpt --ckpt.output_dir /runs/qwen3-4b \
+   --rollout.batch_size 128 --train.batch_size 256 --rollout.n_samples_per_prompt 8 \
+   --rollout.micro_batch_size 16 --train.micro_batch_size 4 \
+   --rollout.max_tokens_per_gpu 32768 --train.dynamic_batch_enable --train.max_tokens_per_gpu 16384 \
+   --rollout.max_new_tokens 1024 --eval.temperature 0.6 --rollout.temperature 0.9 \
+   --actor.adam.lr 5e-7 --critic.adam.lr 9e-6 --actor.adam.betas 0.9 0.95 --actor.max_norm 0.5 \
+   --critic.max_norm 2.0 --algo.advantage.estimator gae --algo.advantage.lambd 0.95 \
+   --algo.kl.init_coef 1e-3 --ds.zero_stage 3 --ds.param_dtype bf16 --ds.lora.rank 0 \
+   --data.prompt_dataset prompts.jsonl --logger.wandb.key KEY
+"""
+
+
+def test_grouped_options_that_end_alike_are_told_apart(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(GROUPED)
+    found = read_openrlhf(words_of(script))
+    assert [entry.key for entry in found.of(Fate.UNKNOWN)] == ["critic.max_norm"]
+    found.tree["steps"] = 50
+    found.tree["reward"] = {"kind": "python", "function": "rewards.py:score"}
+    config = found.config()
+    assert (config.models.actor, config.models.critic) == ("Qwen/Qwen3-4B", "critic/folder")
+    assert (config.batch.prompts, config.batch.samples, config.batch.mini_batches) == (128, 8, 4)
+    assert config.batch.micro_batch_tokens == 16_384
+    assert (config.cluster.gpus, config.sampling.temperature) == (8, 0.9)
+    assert (config.optimizer.learning_rate, config.optimizer.max_gradient_norm) == (5e-7, 0.5)
+    assert config.algorithm.kind == "ppo"
+    assert config.algorithm.critic_learning_rate == 9e-6
+    assert (config.name, found.checkpoints) == ("qwen3-4b", "/runs/ckpt")
 
 
 def test_a_command_without_options_is_refused(tmp_path: Path) -> None:
