@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,20 @@ def world(rank: int, store: str) -> Iterator[None]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def deepspeed_world(rank: int, store: str) -> Iterator[Any]:
+    """As `world`, with DeepSpeed, which has forgotten the worlds that this process had before."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    import deepspeed
+
+    from nereus.emu.engines.deepspeed import process
+
+    process._write(process._fresh())
+    with world(rank, store):
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        yield deepspeed
 
 
 def transformers_model(folder: str, head: str) -> nn.Module:
@@ -114,14 +129,7 @@ def save_as_openrlhf(rank: int, store: str, folder: str, model: str, stage: int)
 
     The moments are twice the weights in fp32 and their squares, so that whoever knows these knows them.
     """
-    import os
-
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with world(rank, store):
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    with deepspeed_world(rank, store) as deepspeed:
         made = transformers_model(model, "lm").bfloat16()
         decayed = [p for p in made.parameters() if p.dim() > 1]
         others = [p for p in made.parameters() if p.dim() < 2]
