@@ -6,9 +6,11 @@
                   model_world_size_W_rank_R.pt        FSDP2 shards for W ranks: trainer.resume_mode=auto
                   optim_..., extra_state_...          with moments; no schedule of the learning rate
     OpenRLHF  ROOT/global_stepN_hf/                   a model folder: --pretrain
+              ROOT/_actor/latest                      the tag: --load_checkpoint with --ckpt_path ROOT
+              ROOT/_actor/global_stepN/               with moments: DeepSpeed's files (`zero_files`)
 
-Every tensor of a shard is a DTensor cut by rows, as FSDP2 has it. Such files are for the torch release that
-writes them and later ones, since the form of a DTensor changes.
+Every tensor of verl's shards is a DTensor cut by rows, as FSDP2 has it. Such files are for the torch release
+that writes them and later ones, since the form of a DTensor changes.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from nereus.emu.decoder import EMBED, HEAD, DecoderConfig, decoder_spec
+from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.hf_folder import write_hf_folder
 from nereus.emu.source import LogicalSource
 from nereus.emu.tensor import Box, whole
 from nereus.emu.tensor_writer import write_text
+from nereus.errors import CheckpointError, explain
+from nereus.integrations.zero_files import MOMENTS, ZeroCut, write_zero
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+NOT_DECAYED = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")  # OpenRLHF's
 DEFAULT_GROUP = "0"  # torch's name of the group of all ranks
 ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
 ADAMW |= {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
@@ -45,6 +50,61 @@ def write_openrlhf(
     folder = root / f"global_step{step}_hf"
     write_hf_folder(source, config, folder, origin=origin)
     return folder
+
+
+def write_openrlhf_state(
+    source: LogicalSource,
+    config: DecoderConfig,
+    root: Path,
+    *,
+    step: int,
+    cut: ZeroCut,
+    adam_steps: int,
+    learning_rate: float,
+    settings: AdamW,
+    model: str = "actor",
+    epoch: int = 0,
+    prompts: int = 0,
+) -> Path:
+    """Write what OpenRLHF resumes from with --load_checkpoint; returns the folder to give it by --ckpt_path.
+
+    The job goes on after `step` in its pass number `epoch` over the prompts. Where in the pass it stands is
+    the state of a data loader that only OpenRLHF has, in an order of its own: the pass begins anew.
+    Raises CheckpointError for step 0, which OpenRLHF takes for a job that has not begun, and as `write_zero`.
+    """
+    if step < 1:
+        raise CheckpointError(
+            explain(
+                f"cannot write a checkpoint for OpenRLHF into {root}",
+                values="step 0",
+                rule="OpenRLHF pushes the weights that it loads to its generation engines from step 1 on",
+                remedy="say by --step which one it counts as",
+            )
+        )
+    spec = decoder_spec(config)
+    names = [name for name in stored_names(config) if name in spec.by_name]
+    kept = [name for name in names if any(part in name for part in NOT_DECAYED)]
+    decayed = [name for name in names if name not in set(kept)]
+    counters = {
+        "episode": epoch,
+        "global_step": step,
+        "total_consumed_prompts": prompts,
+        "data_loader_state_dict": {},
+    }
+    tag = f"global_step{step}"
+    write_zero(
+        source,
+        config,
+        root / f"_{model}" / tag,
+        cut=cut,
+        groups=((decayed, settings.weight_decay), (kept, 0.0)),
+        adam_steps=adam_steps,
+        learning_rate=learning_rate,
+        settings=settings,
+        client_state=counters if model == "actor" else {},
+    )
+    write_text(root / f"_{model}" / "latest", tag)
+    return root
 
 
 def write_verl(
@@ -63,9 +123,18 @@ def write_verl(
     """Write a checkpoint that verl resumes from under FSDP2 on `world_size` GPUs; returns the model's folder.
 
     Moments go in where the source has them and `adam_steps` is given. `device` is the kind of verl's mesh.
-    Weights are those in float32 where there are such.
+    Weights are those in float32 where there are such. Raises CheckpointError for a mixture of experts.
     """
     folder = root / f"global_step_{step}" / model
+    if config.experts is not None:
+        raise CheckpointError(
+            explain(
+                f"cannot write FSDP shards into {folder}",
+                values="a mixture of experts",
+                rule="transformers fuses the experts of a layer, and their moments with them",
+                remedy="write a model folder (--for transformers)",
+            )
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_hf_folder(source, config, folder / "huggingface", origin=origin)
     kinds = source.kinds()

@@ -123,15 +123,13 @@ def open_folder(
     return Opened(format=kind, folder=path, config=config, source=saved, adam_steps=saved.adam_steps())
 
 
-def control_for(opened: Opened, conversion: Conversion, adam_steps: int | None) -> Control:
-    """The control record of a converted checkpoint: the source's own, or one at step 0.
+def adam_steps_of(opened: Opened, given: int | None = None) -> int:
+    """How many optimizer steps the moments have seen: `given`, or what the source says.
 
-    Raises CheckpointError when there are moments and nobody knows how many steps they have seen: Adam's bias
-    correction would be wrong without a sign of it.
+    Raises CheckpointError when nobody knows: Adam's bias correction would be wrong without a sign of it.
     """
-    steps = opened.adam_steps if adam_steps is None else adam_steps
-    has_moments = "exp_avg" in conversion.dtypes
-    if steps is None and has_moments:
+    steps = opened.adam_steps if given is None else given
+    if steps is None:
         raise CheckpointError(
             explain(
                 f"cannot convert {opened.folder}",
@@ -140,11 +138,21 @@ def control_for(opened: Opened, conversion: Conversion, adam_steps: int | None) 
                 remedy="give it by --adam-steps",
             )
         )
+    return steps
+
+
+def control_for(opened: Opened, conversion: Conversion, adam_steps: int | None) -> Control:
+    """The control record of a converted checkpoint: the source's own, or one at step 0.
+
+    Raises CheckpointError when there are moments and nobody knows how many steps they have seen.
+    """
     base = opened.control or Control(
         step=0, policy_version=0, epoch=0, position=0, seed=0, config_digest="", optimizers={}
     )
-    if steps is None or not has_moments:
+    if "exp_avg" not in conversion.dtypes:
         return replace(base, optimizers={})
     known = base.optimizers.get(conversion.model)
-    record = OptimizerRecord(adam_steps=steps, learning_rate=known.learning_rate if known else 0.0)
+    record = OptimizerRecord(
+        adam_steps=adam_steps_of(opened, adam_steps), learning_rate=known.learning_rate if known else 0.0
+    )
     return replace(base, optimizers={conversion.model: record})
