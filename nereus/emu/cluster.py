@@ -8,28 +8,27 @@ whole under one lock. Actors are owned by this process: when it dies, however it
 
 from __future__ import annotations
 
-import logging
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from nereus.config.environment import workers_per_gpu
 from nereus.emu.coordinator import Coordinator
 from nereus.emu.decision import StoreRecord
 from nereus.emu.layout import Rank
-from nereus.emu.signals import kept_handler
+from nereus.emu.ray_calls import answers, start_ray, value_of
 from nereus.emu.store import Store
 from nereus.emu.worker import Worker
-from nereus.errors import Cancelled, NereusError, StageFailed, WorkerLost, explain
+from nereus.errors import Cancelled, WorkerLost, explain
 
 START_S = 300.0  # a worker imports torch, on a busy machine from a cold disk
 POLL_S = 0.5  # the longest a stop goes unnoticed (docs/design/calls-to-workers.md)
+LEAVE_S = 6 * POLL_S  # the longest that Ray's end waits for those who wait
 BETWEEN_S = 0.01  # the longest that others who have calls to make in a conversation go unasked
 
 
@@ -82,6 +81,8 @@ class Cluster:
         self._owns_ray = owns_ray
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
+        self._left = threading.Condition()
+        self._num_inside = 0
         self._busy_s: dict[str, float] = {}
         self._halted = halted or threading.Event()
         self.stop = stop
@@ -110,7 +111,7 @@ class Cluster:
         owns = not ray.is_initialized()
         private = address == "local"
         if owns:
-            _start_ray(address, num_gpus=max_workers if private and device == "cpu" else None)
+            start_ray(address, num_gpus=max_workers if private and device == "cpu" else None)
         host = "127.0.0.1" if private else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         share = 1 if device == "cpu" else 1 / workers_per_gpu()
         actor = ray.remote(Worker).options(num_cpus=0, num_gpus=share, max_restarts=0)
@@ -155,7 +156,7 @@ class Cluster:
         for ref in ready:
             begun = self._starting.pop(ref)
             try:
-                node, _ = _value(ref, begun.rank, "start the workers")
+                node, _ = value_of(ref, begun.rank, "start the workers")
             except WorkerLost:
                 continue
             self._actors[begun.rank] = begun.actor
@@ -242,7 +243,12 @@ class Cluster:
         self.run(dict.fromkeys(self.ranks, call), what="join the world")
 
     def submit(self, calls: Mapping[Rank, Call]) -> dict[Any, Rank]:
-        """Send the calls, all or none before any other caller's; returns the pending results by reference."""
+        """Send the calls, all or none before any other caller's; returns the pending results by reference.
+
+        Raises Cancelled when the stop flag is set.
+        """
+        if self.stop.is_set():
+            raise Cancelled(explain("stopped", remedy="run again with --resume"))
         with self._lock:
             return {
                 self._actors[rank].call.remote(call.method, *call.arguments): rank
@@ -265,13 +271,14 @@ class Cluster:
         Once `until` is set, the results that have arrived are returned; the calls themselves go on.
         """
         waiting, results, busy_s = list(pending), {}, 0.0
-        while waiting and not (until is not None and until.is_set()):
-            if self.stop.is_set() or self._halted.is_set():
-                raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
-            for ref in ready:
-                results[pending[ref]], seconds = _value(ref, pending[ref], what)
-                busy_s = max(busy_s, seconds)
+        with self._inside():
+            while waiting and not (until is not None and until.is_set()):
+                if self.stop.is_set() or self._halted.is_set():
+                    raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
+                ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
+                for ref in ready:
+                    results[pending[ref]], seconds = value_of(ref, pending[ref], what)
+                    busy_s = max(busy_s, seconds)
         with self._lock:
             self._busy_s[what] = self._busy_s.get(what, 0.0) + busy_s
         return results
@@ -294,19 +301,20 @@ class Cluster:
         """
         pending, busy_s = self.submit(first), dict.fromkeys(self.ranks, 0.0)
         poll_s = POLL_S if between is None else BETWEEN_S
-        while True:
-            if self.stop.is_set() or self._halted.is_set():
-                raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
-            if between is not None:
-                pending |= self.submit(between(not pending))
-            if not pending:
-                break
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=poll_s)
-            for ref in ready:
-                rank = pending.pop(ref)
-                result, seconds = _value(ref, rank, what)
-                busy_s[rank] += seconds
-                pending |= self.submit(then(rank, result))
+        with self._inside():
+            while True:
+                if self.stop.is_set() or self._halted.is_set():
+                    raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
+                if between is not None:
+                    pending |= self.submit(between(not pending))
+                if not pending:
+                    break
+                ready, _ = ray.wait(list(pending), num_returns=1, timeout=poll_s)
+                for ref in ready:
+                    rank = pending.pop(ref)
+                    result, seconds = value_of(ref, rank, what)
+                    busy_s[rank] += seconds
+                    pending |= self.submit(then(rank, result))
         with self._lock:
             self._busy_s[what] = self._busy_s.get(what, 0.0) + max(busy_s.values())
 
@@ -329,7 +337,7 @@ class Cluster:
             if self.stop.is_set():
                 raise Cancelled(explain("stopped while looking for workers that live"))
             answered, silent = ray.wait(silent, num_returns=len(silent), timeout=POLL_S)
-            gone |= {asked[ref] for ref in answered if not _answers(ref)}
+            gone |= {asked[ref] for ref in answered if not answers(ref)}
         for ref in silent:
             ray.kill(self._actors[asked[ref]])
             gone.add(asked[ref])
@@ -347,8 +355,23 @@ class Cluster:
         """Put a value into the object store once, to be passed to several workers."""
         return ray.put(value)
 
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """While this thread calls Ray, `close` waits before it ends Ray: the two would deadlock."""
+        with self._left:
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._num_inside -= 1
+                self._left.notify_all()
+
     def close(self) -> None:
-        """End the workers, the store and, if we started it, Ray."""
+        """End all waits, the workers, the store and, if we started it, Ray."""
+        self.stop.set()
+        with self._left:
+            self._left.wait_for(lambda: self._num_inside == 0, timeout=LEAVE_S)
         for handle in (*self._actors.values(), *(begun.actor for begun in self._starting.values())):
             ray.kill(handle)
         self._actors.clear()
@@ -356,47 +379,3 @@ class Cluster:
         self._store.close()
         if self._owns_ray:
             ray.shutdown()
-
-
-def _start_ray(address: str, *, num_gpus: int | None) -> None:
-    """Connect to Ray, or start a private one; it is ended again where a stop comes meanwhile."""
-    try:
-        with kept_handler(signal.SIGTERM):
-            ray.init(
-                address=address,
-                include_dashboard=False if address == "local" else None,
-                num_gpus=num_gpus,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    except BaseException:
-        ray.shutdown()
-        raise
-
-
-def _answers(ref: Any) -> bool:
-    """Whether the worker of a finished call lives."""
-    try:
-        ray.get(ref)
-    except RayActorError:
-        return False
-    return True
-
-
-def _value(ref: Any, rank: Rank, what: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-        kind = type(cause) if isinstance(cause, NereusError) else StageFailed
-        raise kind(explain(f"{what} failed", values=f"worker {rank} raised {text}")) from error
-    except RayActorError as error:
-        raise WorkerLost(
-            explain(
-                f"{what} failed",
-                values=f"worker {rank} died ({str(error).splitlines()[0]})",
-                rule="a unit needs all of its workers",
-                remedy="run again with --resume; if memory was short, lower batch.micro_batch_rows",
-            )
-        ) from error
