@@ -18,7 +18,7 @@ from statistics import fmean, median
 
 from nereus.config.adaptation import Thresholds
 from nereus.errors import ConfigError, Infeasible
-from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge
+from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge, slowdown
 from nereus.planner.choose import Priced
 from nereus.planner.held import held, leaner, scaled
 from nereus.planner.outlook import NOW, UNCHANGED, Outlook, expected_s, rated
@@ -26,7 +26,14 @@ from nereus.planner.remedy import require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated, seat, shapes_of
 from nereus.planner.signals import Gpu, GpuId, SignalHistory, Signals
-from nereus.planner.transition_time import FixedCosts, TransitionCost, state_bytes, transition_cost
+from nereus.planner.standstill import Way, standstill
+from nereus.planner.transition_time import (
+    FixedCosts,
+    TransitionCost,
+    serving_units,
+    state_bytes,
+    transition_cost,
+)
 from nereus.planner.triggers import Cause, Trigger, limits, trigger_of
 
 Proposer = Callable[[PlanRequest, tuple[Gpu, ...], Seated | None], Seated]
@@ -42,7 +49,8 @@ class Controller:
 
     `request` gives the models, batch, space and the kind of the cluster; lengths, calibration and GPUs come
     from the signals. `propose` replaces the search by another source of plans (the oracle of a replay).
-    `explains`: where nothing fits, say what would help, which is planned for.
+    `explains`: where nothing fits, say what would help, which is planned for. `in_segments`: generation that
+    runs ahead draws responses in segments, so that its boundary is near.
     """
 
     request: PlanRequest
@@ -52,6 +60,7 @@ class Controller:
     drain_margin_s: float = 30.0
     propose: Proposer | None = None
     explains: bool = True
+    in_segments: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +69,8 @@ class Review:
     one.
 
     `decision` is None where nothing was proposed; `cost` is the transition's where one was. `history` goes
-    into the next review (after `with_transition`, where the caller has carried one out).
+    into the next review (after `with_transition`, where the caller has carried one out). `way` is how
+    a move is carried out; a forced one waits for nothing.
     """
 
     seated: Seated
@@ -68,6 +78,7 @@ class Review:
     trigger: Trigger | None = None
     decision: Decision | None = None
     cost: TransitionCost | None = None
+    way: Way = Way.AT_ONCE
 
     @property
     def moves(self) -> bool:
@@ -190,6 +201,12 @@ def _weighed(
     workload = controller.request.workload
     cost = transition_cost(seated, target, signals.pool, workload.models, workload.dtype, controller.costs)
     step_s = seated.plan.step_s
+    still = standstill(
+        cost.times(factor := slowdown(history)),
+        seated.plan,
+        moves_generation=serving_units(seated) != serving_units(target),
+        in_segments=controller.in_segments,
+    )
     next_change = signals.next_change_s(signals.now_s + step_s)
     change = ProposedChange(
         step=signals.step,
@@ -199,11 +216,13 @@ def _weighed(
         old_step_s=old_step_s,
         new_step_s=new_step_s,
         predicted_s=cost.seconds,
+        hidden_s=max(0.0, factor * cost.seconds - still.seconds),
         steps_to_change=None if next_change is None else (next_change - signals.now_s) / step_s,
     )
     decision = judge(controller.policy, change, history)
     if decision.admit:
-        return Review(seated=target, history=history, trigger=trigger, decision=decision, cost=cost)
+        way = Way.AT_ONCE if change.is_forced and still.way is Way.AT_SYNC else still.way
+        return Review(seated=target, history=history, trigger=trigger, decision=decision, cost=cost, way=way)
     if change.gain_s > 0 and trigger.cause is not Cause.SCHEDULE:
         history = history.waiting(trigger.cause, signals.step, change.gain_s)
     else:

@@ -19,7 +19,8 @@ class ProposedChange:
 
     `old_step_s` is the plan in force, None where it cannot run; both steps are averages over the outlook of a
     policy that looks ahead, else those with the signals of now. `predicted_s` the transition by the cost
-    model. `steps_to_change` are the steps until the pool is known to change, None: unknown.
+    model, `hidden_s` the seconds of it, corrected by those measured, in which nothing stands still that would
+    have worked. `steps_to_change` are the steps until the pool is known to change, None: unknown.
     """
 
     step: int
@@ -29,6 +30,7 @@ class ProposedChange:
     old_step_s: float | None
     new_step_s: float
     predicted_s: float
+    hidden_s: float = 0.0
     steps_to_change: float | None = None
 
     @property
@@ -42,15 +44,18 @@ class ProposedChange:
         return 0.0 if self.old_step_s is None else self.old_step_s - self.new_step_s
 
     def transition_s(self, history: SignalHistory) -> float:
-        """What the transition will take: the prediction times the median ratio of measured to predicted so
-        far.
-        """
-        ratios = [
-            switch.measured_s / switch.predicted_s
-            for switch in history.switches[-_LAST_SWITCHES:]
-            if switch.predicted_s > 0
-        ]
-        return self.predicted_s * (median(ratios) if ratios else 1.0)
+        """What the transition will cost the job: the prediction, corrected, without what is hidden."""
+        return max(0.0, self.predicted_s * slowdown(history) - self.hidden_s)
+
+
+def slowdown(history: SignalHistory) -> float:
+    """The median ratio of measured to predicted seconds of the last transitions; 1 before the first."""
+    ratios = [
+        switch.measured_s / switch.predicted_s
+        for switch in history.switches[-_LAST_SWITCHES:]
+        if switch.predicted_s > 0
+    ]
+    return median(ratios) if ratios else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,8 @@ def verdict(
     }
     if change.old_step_s is not None:
         known["old_step_s"] = change.old_step_s
+    if change.hidden_s > 0:
+        known["hidden_s"] = change.hidden_s
     if change.steps_to_change is not None:
         known["steps_to_known_change"] = change.steps_to_change
     return Decision(admit=admit, why=why, numbers=known | dict(numbers or {}), policy=policy, change=change)

@@ -18,7 +18,7 @@ from nereus.planner.layouts import check_fixed, layouts
 from nereus.planner.memory import StageMemories, StageMemory, stage_memories, usable_bytes
 from nereus.planner.problem import Floats, Ints, PoolLimit, Problem, Seat, Timing
 from nereus.planner.request import Arrangement, Option, Placement, PlanRequest
-from nereus.planner.workload import ModelStage, Recompute, Schedule, Stage, Workload
+from nereus.planner.workload import ModelStage, Recompute, Stage, Workload
 
 STAGES = tuple(Stage)
 PAIRS = (
@@ -96,7 +96,7 @@ def problem_of(
     """The selection problem over these candidates, by default in the request's first arrangement."""
     arrangement = arrangement or request.arrangements[0]
     index = {item.model_stage: at for at, item in enumerate(sets)}
-    timing: Timing = "sync" if request.workload.schedule is Schedule.SYNC else "overlap"
+    timing: Timing = "overlap" if request.workload.schedule.overlaps else "sync"
     return Problem(
         seats=tuple(item.seat for item in sets),
         pools=tuple(

@@ -164,6 +164,6 @@ def step_time(
     }
     consumer = longest[Stage.INFERENCE] + longest[Stage.TRAINING]
     transfer = sum(published.values())
-    if schedule is Schedule.SYNC:
-        return longest[Stage.GENERATION] + consumer + transfer
-    return max(longest[Stage.GENERATION], consumer) + transfer
+    if schedule.overlaps:
+        return max(longest[Stage.GENERATION], consumer) + transfer
+    return longest[Stage.GENERATION] + consumer + transfer

@@ -101,7 +101,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         assert GENERATION not in self.in_turn, "generation has one seat"
-        assert self.timing == "sync" or self.own_generation_pool, "overlap needs generation on its own GPUs"
+        assert self.timing == "sync" or self.own_generation_pool, "I17: overlap needs generation alone"
         for serve, train in self.pairs:
             assert self.seats[serve].stage < self.seats[train].stage == TRAINING, "a pair serves, then trains"
 

@@ -80,7 +80,25 @@ def shortage(priced: Priced) -> str:
                 f"{stage} runs {len(busy)} models side by side, at least {sum(fewest)} GPUs ({names}); "
                 f"the cluster has {request.cluster.num_gpus}"
             )
+    if request.workload.schedule.overlaps and (beside := _beside(priced)):
+        return beside
     return _memory_shortage(priced)
+
+
+def _beside(priced: Priced) -> str:
+    """Where generation leaves too few GPUs to the stages that it runs beside; empty if it does not."""
+    needs = {
+        stage: sum(int(item.seat.gpus.min()) for item in priced.sets if item.model_stage.stage is stage)
+        for stage in Stage
+    }
+    own, has = needs.pop(Stage.GENERATION), priced.request.cluster.num_gpus
+    stage = max(needs, key=lambda each: needs[each])
+    if own + needs[stage] <= has:
+        return ""
+    return (
+        f"generation runs beside the other stages, on {own} GPUs of its own at least, and {stage} needs "
+        f"{needs[stage]}; the cluster has {has}"
+    )
 
 
 def _memory_shortage(priced: Priced) -> str:

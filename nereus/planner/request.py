@@ -10,7 +10,7 @@ from nereus.planner.calibration import NEUTRAL, Calibration
 from nereus.planner.fixed import Fix
 from nereus.planner.layouts import Space
 from nereus.planner.profile import ClusterProfile
-from nereus.planner.workload import Model, Recompute, Schedule, Stage, Workload
+from nereus.planner.workload import Model, Recompute, Stage, Workload
 
 
 class Placement(StrEnum):
@@ -111,7 +111,7 @@ class PlanRequest:
         else:
             sizes = range(len(shared) + 1)
             turns = [frozenset(some) for size in sizes for some in combinations(shared, size)]
-        if self.workload.schedule is not Schedule.SYNC:
+        if self.workload.schedule.overlaps:  # I17
             placements: tuple[Placement, ...] = (Placement.DISAGGREGATED,)
         else:
             placements = tuple(Placement) if self.placement is None else (self.placement,)

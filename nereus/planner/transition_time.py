@@ -70,6 +70,15 @@ class TransitionCost:
         """All together."""
         return self.moving_s + self.reading_s + self.fixed_s
 
+    def times(self, factor: float) -> TransitionCost:
+        """The same with all seconds so many times as long."""
+        return replace(
+            self,
+            moving_s=factor * self.moving_s,
+            fixed_s=factor * self.fixed_s,
+            reading_s=factor * self.reading_s,
+        )
+
 
 def transition_cost(
     before: Seated,
@@ -101,7 +110,7 @@ def transition_cost(
     except (NoSource, InvalidOperation, Infeasible) as error:
         return _restart(fixed, str(error))
     num_operations = sum(len(chain.operations) for chain in graph.chains)
-    makes_generation = _serving(after) - _serving(before)
+    makes_generation = serving_units(after) - serving_units(before)
     fixed_s = fixed.transition_s + (fixed.generation_s if makes_generation else 0.0)
     return TransitionCost(
         moving_s=fixed.moving_factor * plan.makespan_s,
@@ -111,7 +120,7 @@ def transition_cost(
     )
 
 
-def _serving(seated: Seated) -> frozenset[Layout]:
+def serving_units(seated: Seated) -> frozenset[Layout]:
     """The units of generation."""
     return frozenset(
         Layout(tp=item.tp, pp=item.pp, ranks=ranks, layers=item.layers, ep=item.ep, cp=item.cp)

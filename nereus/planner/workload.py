@@ -28,6 +28,16 @@ class Schedule(StrEnum):
     ONE_STEP_OFF = "one-step-off"
     ASYNC = "async"
 
+    @classmethod
+    def ahead_by(cls, steps: int) -> Schedule:
+        """The schedule in which generation is at most so many steps ahead of training."""
+        return {0: cls.SYNC, 1: cls.ONE_STEP_OFF}.get(steps, cls.ASYNC)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether generation runs beside the other stages, on GPUs of its own (I17)."""
+        return self is not Schedule.SYNC
+
 
 class Recompute(StrEnum):
     """Which activations the backward pass computes again instead of keeping."""
