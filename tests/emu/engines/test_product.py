@@ -1,4 +1,4 @@
-"""Products through oneDNN: the same numbers and gradients as float64, packed or not, small or large."""
+"""Products by MKL and by oneDNN: the same numbers and gradients as float64, packed or not, small or large."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from nereus.emu.engines.torch import product as products
 from nereus.emu.engines.torch.product import packed, product
 
 SIZES = [(3, 16, 8), (64, 128, 256), (300, 64, 999), (1024, 100, 77)]  # the first stays with F.linear
+
+
+@pytest.fixture(autouse=True, params=["oneDNN", "MKL"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test by either library, whatever this processor is."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if request.param == "oneDNN" and not available:
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(products, "USES_ONEDNN", request.param == "oneDNN")
+    return str(request.param)
 
 
 def _inputs(n: int, i: int, o: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -36,18 +47,27 @@ def test_products_and_gradients_equal_float64(n: int, i: int, o: int, biased: bo
 
 
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_a_packed_weight_gives_the_same_products(rows: int) -> None:
+def test_a_packed_weight_gives_the_same_products(library: str, rows: int) -> None:
     x, w, b = _inputs(rows, 512, 640)
     with torch.no_grad():
         copy = packed(w)
-        assert copy.is_mkldnn == torch.backends.mkldnn.is_available()
+        assert copy is not w
+        assert copy.is_mkldnn == (library == "oneDNN")
         torch.testing.assert_close(product(x, copy, b), F.linear(x, w, b), atol=1e-4, rtol=1e-5)
 
 
-def test_weights_that_packing_does_not_help_are_returned_as_they_are() -> None:
+def test_weights_that_packing_does_not_help_are_returned_as_they_are(library: str) -> None:
     small, half = torch.zeros(8, 8), torch.zeros(1024, 1024, dtype=torch.bfloat16)
-    assert packed(small) is small
+    assert (packed(small) is small) == (library == "oneDNN")  # transposed, small ones gain too
     assert packed(half) is half
+
+
+def test_a_packed_weight_does_not_follow_the_weight() -> None:
+    weight = torch.ones(640, 512)
+    with torch.no_grad():
+        copy = packed(weight)
+        weight.zero_()
+        assert product(torch.ones(1, 512), copy).tolist() == [[512.0] * 640]
 
 
 def test_views_with_any_strides_are_read_rightly() -> None:
