@@ -7,6 +7,10 @@
 
 The processes are fresh interpreters, not forks: a fork of a process with torch, Ray or gRPC threads can
 deadlock, and a copy of the driver would hand its memory to code that reads text of a model.
+
+Where calls are short, a child is sent some ahead, so that it does not wait for the loop between two of them.
+It works them off in order, so a call's time begins with the answer to the one before, and a child that is
+lost takes one call along: those behind it wait again.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,8 @@ START_LIMIT_S = 300.0  # importing a user's file may load torch from a cold netw
 WAKE_S = (
     0.5  # how often the loop returns to Python code, so that a cancellation raised in this thread gets in
 )
+AHEAD_S = 0.002  # work that a child is sent at most before it has answered
+MOST_AHEAD = 32  # calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +97,14 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """A place for one child: what it is doing, since when, and until when it may."""
+    """A place for one child: what it was sent, in order, since when it is at the first, and until when it
+    may.
+    """
 
     child: Child
     deadline_s: float
     ready: bool = False
-    job: _Job | None = None
+    jobs: deque[_Job] = field(default_factory=deque)
     began_s: float = 0.0
 
 
@@ -115,6 +123,7 @@ class ProcessPool:
         self._waiting: deque[_Job] = deque()
         self._answers: dict[int, Answer] = {}
         self._load = CallLoad()
+        self._typical_s: float | None = None
         self._closed = False
 
     @property
@@ -130,7 +139,7 @@ class ProcessPool:
     @property
     def num_open(self) -> int:
         """Calls that wait or run."""
-        return len(self._waiting) + sum(seat.job is not None for seat in self._seats)
+        return len(self._waiting) + sum(len(seat.jobs) for seat in self._seats)
 
     def resize(self, num_processes: int) -> None:
         """From the next turn on, so many; a process that works ends its call first."""
@@ -160,10 +169,8 @@ class ProcessPool:
         if self._stop.is_set():
             raise Cancelled(explain(f"stopped while the {self._target.what} function was called"))
         self._fill()
-        for seat in self._seats:
-            if self._waiting and seat.ready and seat.job is None:
-                self._send(seat, self._waiting.popleft())
-        active = [seat for seat in self._seats if seat.job is not None or not seat.ready]
+        self._deal()
+        active = [seat for seat in self._seats if seat.jobs or not seat.ready]
         if not active:
             return
         left_s = min(seat.deadline_s for seat in active) - time.monotonic()
@@ -186,7 +193,7 @@ class ProcessPool:
         """Forget all calls. A process that works is killed: it would answer into a later call."""
         self._waiting.clear()
         self._answers.clear()
-        for seat in [seat for seat in self._seats if seat.job is not None]:
+        for seat in [seat for seat in self._seats if seat.jobs]:
             self._remove(seat)
 
     def close(self) -> None:
@@ -209,30 +216,50 @@ class ProcessPool:
                 arguments=self._target.arguments or {},
             )
             self._seats.append(_Seat(child=child, deadline_s=time.monotonic() + START_LIMIT_S))
-        idle = [seat for seat in self._seats if seat.ready and seat.job is None]
+        idle = [seat for seat in self._seats if seat.ready and not seat.jobs]
         for seat in idle[: max(0, len(self._seats) - self._num_processes)]:
             self._remove(seat)
 
+    def _deal(self) -> None:
+        """Give waiting calls to the ready processes that have the fewest, up to what each may have."""
+        most = 1
+        if self._typical_s is not None and self._typical_s < AHEAD_S:
+            most = min(MOST_AHEAD, int(AHEAD_S / max(self._typical_s, AHEAD_S / MOST_AHEAD)))
+        ready = [seat for seat in self._seats if seat.ready]
+        for depth in range(most):
+            for seat in ready:
+                if self._waiting and len(seat.jobs) == depth:
+                    self._send(seat, self._waiting.popleft())
+
     def _send(self, seat: _Seat, job: _Job) -> None:
-        seat.job, seat.began_s = job, time.monotonic()
+        seat.jobs.append(job)
+        if len(seat.jobs) == 1:
+            self._begin(seat)
+        seat.child.send({"requests": [_as_dict(request) for request in job.requests]})
+
+    def _begin(self, seat: _Seat) -> None:
+        """From now on the child works at the first of its calls."""
+        seat.began_s = time.monotonic()
         seat.deadline_s = seat.began_s + self._target.limit_s
-        seat.child.send({"requests": [asdict(request) for request in job.requests]})
 
     def _handle(self, seat: _Seat) -> None:
+        """Take all answers that have come; see whether the child has ended or takes too long."""
         try:
-            message = seat.child.receive()
+            while (message := seat.child.receive()) is not None:
+                self._take(seat, message)
         except EOFError as error:
             self._lose(seat, Answer(reason="exit", detail=str(error)))
             return
-        if message is None:
-            if time.monotonic() >= seat.deadline_s:
-                limit_s = self._target.limit_s if seat.ready else START_LIMIT_S
-                detail = f"no answer in {limit_s:g} s; process {seat.child.pid} was killed"
-                self._lose(seat, Answer(reason="timeout", detail=detail))
-        elif "failed" in message:
+        if time.monotonic() >= seat.deadline_s and (seat.jobs or not seat.ready):
+            limit_s = self._target.limit_s if seat.ready else START_LIMIT_S
+            detail = f"no answer in {limit_s:g} s; process {seat.child.pid} was killed"
+            self._lose(seat, Answer(reason="timeout", detail=detail))
+
+    def _take(self, seat: _Seat, message: Mapping[str, Any]) -> None:
+        if "failed" in message:
             self._remove(seat)
             raise self._cannot_load(str(message["failed"]))
-        elif "ready" in message:
+        if "ready" in message:
             seat.ready = True
         elif "exception" in message:
             answer = Answer(reason="exception", detail=message["exception"])
@@ -242,19 +269,25 @@ class ProcessPool:
 
     def _answer(self, seat: _Seat, answer: Answer, *, cpu_s: float | None) -> None:
         """The call is over. What a killed process used of the CPU is taken to be all of its time."""
-        job, busy_s = seat.job, time.monotonic() - seat.began_s
-        assert job is not None, "an answer is to a call"
+        assert seat.jobs, "an answer is to a call"
+        job, busy_s = seat.jobs.popleft(), time.monotonic() - seat.began_s
         self._answers[job.key] = replace(answer, queue_s=seat.began_s - job.came_s)
         self._load = self._load.with_call(busy_s, busy_s if cpu_s is None else cpu_s)
-        seat.job = None
+        self._typical_s = busy_s if self._typical_s is None else 0.9 * self._typical_s + 0.1 * busy_s
+        if seat.jobs:
+            self._begin(seat)
 
     def _lose(self, seat: _Seat, answer: Answer) -> None:
-        """Give up a child, and its call. One that never got ready is an error of the function."""
+        """Give up a child, and the call that it was at; those behind wait again. One that never got ready is
+        an error of the function.
+        """
         self._remove(seat)
         if not seat.ready:
             raise self._cannot_load(answer.detail)
-        if seat.job is not None:
+        if seat.jobs:
             self._answer(seat, answer, cpu_s=None)
+        self._waiting.extendleft(reversed(seat.jobs))
+        seat.jobs.clear()
 
     def _remove(self, seat: _Seat) -> None:
         seat.child.kill()
@@ -268,3 +301,8 @@ class ProcessPool:
                 remedy=f"check {self._target.key}; paths are relative to {Path.cwd()}",
             )
         )
+
+
+def _as_dict(request: Any) -> dict[str, Any]:
+    """The fields by name; their values are JSON already, so none is copied."""
+    return {entry.name: getattr(request, entry.name) for entry in fields(request)}

@@ -13,6 +13,7 @@ import pytest
 
 from nereus.config import PythonReward, ReasoningGymReward
 from nereus.errors import DataError
+from nereus.rewards import pool
 from nereus.rewards.configured import configured_reward
 from nereus.rewards.function import RewardFunction, RewardRequest, first_missing, missing_by_reason
 from nereus.rewards.process import ProcessReward
@@ -163,6 +164,25 @@ def test_a_fault_is_a_missing_reward_and_the_others_are_scored(
     assert detail in results[1].detail
     assert missing_by_reason(results) == {reason: 1}
     assert first_missing(results).startswith(f"{reason}: ")
+
+
+@pytest.mark.parametrize("fault", ["crash", "sleep", "raise"])
+def test_calls_that_were_sent_ahead_of_a_fault_are_scored(
+    file: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(pool, "AHEAD_S", 1e3)  # all calls count as short
+    with ProcessReward(target=f"{file}:moody", limit_s=1.0) as reward:
+        assert values(reward, "ok") == [0.5]
+        for number, text in enumerate(["ok", fault, "true", "ok", "true"]):
+            reward.pool.submit(number, requests(text))
+        reward.pool.turn(0.0)
+        assert len(reward.pool._seats[0].jobs) > 1
+        reward.pool.drop()
+        values(reward, "ok")
+        results = reward.score(requests("ok", fault, "true", *["ok"] * 40, fault, "true"))
+        assert [result.value for result in results] == [0.5, None, 1.0, *[0.5] * 40, None, 1.0]
+        assert reward.pool.num_open == 0
+        assert reward.pool.take_load().num_calls == 47
 
 
 def test_a_stuck_process_is_killed_by_id_and_replaced(moody: ProcessReward) -> None:
