@@ -69,8 +69,9 @@ def _optimizer_step(
     shares = deal_rows(lengths, num_units=len(spec.units), limit=limit)
     calls: dict[Rank, Call] = {}
     for unit, micros in zip(spec.units, shares, strict=True):
-        parts = job.cluster.share([cut_batch(batch, micro) for micro in micros])
-        call = Call("train_step", (stage, parts, loss, counts, learning_rate))
+        parts = [cut_batch(batch, micro) for micro in micros]
+        sent = parts if len(unit.ranks) == 1 else job.cluster.share(parts)
+        call = Call("train_step", (stage, sent, loss, counts, learning_rate))
         calls |= dict.fromkeys(unit.ranks, call)
     results = job.cluster.run(calls, what=f"learn {stage}")
     metrics: TrainMetrics = results[spec.ranks[0]]
