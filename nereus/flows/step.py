@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import Tracking
@@ -19,7 +18,8 @@ from nereus.emu.batch import TrainMetrics
 from nereus.flows.adapt import leave_in_time
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.row_source import current_source
-from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns, unseen
+from nereus.flows.step_run import told
+from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns
 from nereus.planner.workload import Stage
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
@@ -120,17 +120,13 @@ def step_flow(number: int) -> StepRecord:
     return run_step(current_job(), TaskRuns())
 
 
-@task(name="step", task_run_name="step {number}", cache_policy=NO_CACHE)
-def step_task(job: Job, number: int) -> StepRecord:
-    """Step `number` as one task run."""
-    with PlainCalls() as calls:
-        return run_step(job, calls)
-
-
 def tracked_step(job: Job, level: Tracking) -> StepRecord:
     """Run the next step and tell the server as much of it as `level` says."""
     if level == Tracking.step:
-        return step_task(unseen(job), job.state.step)
+        with told(job.state.step) as outcome, PlainCalls() as calls:
+            record = run_step(job, calls)
+            outcome.complete(record)
+        return record
     if level == Tracking.tasks:
         return run_step(job, TaskRuns())
     with subflow_of(job):
