@@ -64,8 +64,11 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def talking_to(url: str) -> Iterator[None]:
-    """Inside, flows of this process are runs on the server at `url`."""
+    """Inside, flows of this process are runs on the server at `url`. All that is to be told it has been told
+    at the end: Prefect would try for minutes to reach a server that has ended.
+    """
     import prefect.context as contexts
+    from prefect.events.worker import EventsWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     # Threads see the process's settings: Prefect's own harness replaces them in the same way.
@@ -75,4 +78,5 @@ def talking_to(url: str) -> Iterator[None]:
         try:
             yield
         finally:
+            EventsWorker.drain_all(timeout=30, at_exit=False)
             contexts.GLOBAL_SETTINGS_CONTEXT = before
