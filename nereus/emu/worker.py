@@ -32,7 +32,7 @@ from nereus.emu.decision import Decision
 from nereus.emu.device_memory import free_bytes, take_peak_bytes
 from nereus.emu.engines.feeding import Fed, FeedEngine
 from nereus.emu.engines.protocol import AdapterEngine, GenerateEngine, TrainEngine
-from nereus.emu.engines.registry import REJOINING, open_generator, open_trainer
+from nereus.emu.engines.registry import REJOINING, load, open_generator, open_trainer
 from nereus.emu.engines.rejoining import RejoiningEngine, agreed, made_alike
 from nereus.emu.executor import Executor
 from nereus.emu.filling import fill_engine
@@ -141,6 +141,10 @@ class Worker:
             timeout_s=timeout_s,
         )
 
+    def load_engine(self, engine: str) -> None:
+        """Import an engine that a transition may bring here."""
+        load(engine)
+
     def build(self, spec: StageSpec) -> int:
         """Make and fill this worker's shard of a model-stage; returns the bytes of its state, 0 without one.
 
@@ -236,9 +240,7 @@ class Worker:
     def feed(
         self, stage: str, prompts: PromptBatch, sampling: Sampling, version: int, begin: bool, more: bool
     ) -> Fed | None:
-        """Answer prompts beside those that run; collective over the unit. Its first rank returns what is
-        whole.
-        """
+        """Answer prompts beside those that run; collective over the unit. Its first rank returns rows."""
         engine = self._generators[stage]
         assert isinstance(engine, FeedEngine), f"{stage} takes all of its rows at once"
         with self._timings.of(f"{stage}/generate"):

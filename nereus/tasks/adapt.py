@@ -63,8 +63,9 @@ PLANNED_AS = {"ppo": Algorithm.PPO, "remax": Algorithm.REMAX}
 # Before anything was measured: votes, decision, a new generation, engines anew on this machine's CPUs.
 TRANSITION_S, RESTART_S = 0.3, 10.0
 # Beside it, what ends an engine and makes it anew around no weights, where a unit of generation changes:
-# vLLM's profile, cache, groups.
-REBUILD_S: Mapping[str, float] = {"torch": 0.0, "vllm": 6.0}
+# groups, cache, garbage; and on a GPU vLLM's capture of graphs, which was not measured.
+REBUILD_S: Mapping[str, float] = {"torch": 0.0, "vllm": 1.0}
+CAPTURE_S: Mapping[str, float] = {"torch": 0.0, "vllm": 5.0}
 STAGE_OF_WORK = {
     "generate": Stage.GENERATION,
     "score reference": Stage.INFERENCE,
@@ -189,7 +190,8 @@ def _best_step_s(controller: Controller, signals: Signals) -> float | None:
 
 def costs_of(config: CampaignConfig) -> FixedCosts:
     """What a transition takes beside its bytes, with the engines of this campaign."""
-    rebuild_s = REBUILD_S[config.engines.generation]
+    engine = config.engines.generation
+    rebuild_s = REBUILD_S[engine] + (CAPTURE_S[engine] if device(config) == "cuda" else 0.0)
     return FixedCosts(transition_s=TRANSITION_S, restart_s=RESTART_S + rebuild_s, generation_s=rebuild_s)
 
 

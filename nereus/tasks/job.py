@@ -212,6 +212,7 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             stages = {name: with_origin(spec, checkpoint) for name, spec in planned.items()}
         cluster.join()
         sync = build_stages(cluster, stages, device=device(config))
+        load_engines(cluster, config)
         yield Job(
             prepared=prepared,
             cluster=cluster,
@@ -260,6 +261,15 @@ def counted_steps(stages: Mapping[str, StageSpec]) -> dict[str, int]:
         for spec in stages.values()
         if spec.role == "training"
     }
+
+
+def load_engines(cluster: Cluster, config: CampaignConfig) -> None:
+    """Where plans change, import the engine of generation on workers that have no unit of it yet, so that no
+    transition waits for that.
+    """
+    if config.changes or config.adaptation is not None:
+        call = Call("load_engine", (config.engines.generation,))
+        cluster.run(dict.fromkeys(cluster.ranks, call), what=f"load {config.engines.generation}")
 
 
 def build_stages(

@@ -101,8 +101,8 @@ def test_a_transition_of_training_alone_leaves_vllms_engine_as_it_is(
     }
     training, generation = read_transitions(runs["vllm"].run_folder)
     print("transition of training", training.seconds, "s, of generation", generation.seconds, "s")
-    # An engine takes seconds of CPU to make; without one there are groups, arenas and a weight sync.
-    assert training.seconds < 0.5 * generation.seconds
+    # An engine is made in the second alone; both have groups, arenas and a weight sync.
+    assert training.seconds < generation.seconds
     one, other = (read_records(runs[engine].metrics) for engine in ("torch", "vllm"))
     assert [record.response_tokens for record in one] == [record.response_tokens for record in other]
     assert [r.reward_mean for r in one] == pytest.approx([r.reward_mean for r in other], abs=1e-6)

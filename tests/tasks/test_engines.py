@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 
 from nereus.config import CampaignConfig
+from nereus.emu.cluster import Call
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.engines import registry
 from nereus.emu.layout import Layout
 from nereus.emu.serving import CPU_CACHE_BYTES
 from nereus.emu.stage import FromFolder, FromStage, StageSpec
+from nereus.errors import ConfigError
 from nereus.planner.adapt import Controller, first
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
 from nereus.planner.policies.configured import policy_of
 from nereus.planner.signals import Gpu, Signals
 from nereus.tasks.adapt import costs_of, request_of, seated_stages
+from nereus.tasks.job import load_engines
 from nereus.tasks.planned_cluster import CACHE_SHARE
 from nereus.tasks.stages import GENERATION, TRAINING, StageModel, serving_of
 from nereus.tasks.survive import on_survivors
@@ -78,6 +82,8 @@ def test_only_a_change_of_generation_is_charged_for_a_new_engine() -> None:
     assert costs.transition_s == plain.transition_s
     assert costs.generation_s > 0 == plain.generation_s
     assert costs.restart_s == plain.restart_s + costs.generation_s
+    on_gpus = costs_of(campaign(cluster={"gpus": 4, "device": "cuda"}))
+    assert on_gpus.generation_s > costs.generation_s, "graphs are captured there"
 
 
 @pytest.mark.parametrize("training", ["torch", "megatron", "deepspeed"])
@@ -132,3 +138,32 @@ def test_survivors_get_a_layout_that_their_engine_runs(training: str, sizes: tup
     stages = {name: replace(spec, units=(unit,)) for name, spec in specs(config).items()}
     left = on_survivors(stages, (0, 1, 3))[TRAINING].units
     assert [(one.tp, one.pp) for one in left] == [sizes]
+
+
+class Workers:
+    """Ranks 0 and 1; remembers what they are asked."""
+
+    ranks = (0, 1)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict[int, Call], str]] = []
+
+    def run(self, calls: dict[int, Call], *, what: str) -> None:
+        self.asked.append((calls, what))
+
+
+def test_where_plans_change_every_worker_imports_the_engine_before_the_first_step() -> None:
+    whole = {"actor_training": {"tp": 1}, "actor_generation": {"tp": 1, "gpus": [1]}}
+    fixed = campaign(adaptation=None, plan=whole)
+    changed = campaign(adaptation=None, plan=whole, changes=[{"before_step": 1, "plan": whole}])
+    for config, is_asked in ((campaign(), True), (changed, True), (fixed, False)):
+        workers = Workers()
+        load_engines(workers, config)  # type: ignore[arg-type]
+        call = Call("load_engine", ("vllm",))
+        assert workers.asked == ([({0: call, 1: call}, "load vllm")] if is_asked else [])
+
+
+def test_an_engine_whose_extra_is_absent_is_named_with_the_remedy() -> None:
+    registry.load("torch")
+    with pytest.raises(ConfigError, match=r"nereus doctor"):
+        registry.load("no-such-engine")

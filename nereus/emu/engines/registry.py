@@ -43,6 +43,11 @@ def open_generator(
     return opened
 
 
+def load(engine: str) -> None:
+    """Import an engine ahead of its use. Raises ConfigError when its extra is not installed."""
+    _factory(engine)
+
+
 def _factory(engine: str):  # type: ignore[no-untyped-def]  # a module chosen at run time
     try:
         return import_module(f"nereus.emu.engines.{engine}.factory")

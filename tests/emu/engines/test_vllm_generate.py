@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from nereus.emu.decoder import decoder_spec
+from nereus.emu.engines.registry import open_generator
+from nereus.emu.layout import Layout
+from nereus.emu.serving import Serving
+from nereus.emu.stage import FromStage, StageSpec
 from nereus.emu.store import Store
+from nereus.emu.unit_groups import UnitGroups
 from tests.emu.engines.conformance import (
     LLAMA_TIED,
     MODEL,
@@ -77,6 +85,49 @@ def test_engines_conform_after_each_change_of_layout_in_living_processes(pair: t
     conforms(pair, Generating(engine="vllm", shapes=shapes))
 
 
+def passes_of_the_collector(worker: int) -> tuple[list[int], list[bool], bool]:
+    """Full passes of the garbage collector in the second and third life of an engine in this process, whether
+    each froze the heap, and whether a kernel was replaced twice.
+    """
+    layout = Layout.make(decoder_spec(MODEL), tp=1, pp=1, ranks=(worker,))
+    spec = StageSpec(
+        name="actor.generation",
+        role="generation",
+        model=MODEL,
+        units=(layout,),
+        origin=FromStage(stage="actor.training"),
+        engine="vllm",
+        serving=Serving(longest_tokens=64, rows=5),
+    )
+    passes, frozen = [], []
+    for _ in range(3):
+        seen: list[int] = []
+
+        def note(phase: str, info: dict[str, int], seen: list[int] = seen) -> None:
+            seen += [1] if phase == "start" and info["generation"] == 2 else []
+
+        before = gc.get_freeze_count()
+        gc.callbacks.append(note)
+        engine = open_generator(spec, UnitGroups.alone(layout), device=torch.device("cpu"), state=None)
+        frozen.append(gc.get_freeze_count() > before)
+        engine.close()
+        gc.callbacks.remove(note)
+        passes.append(len(seen))
+    from vllm.triton_utils import dispatcher
+
+    twice = any(isinstance(old, dispatcher.KernelOverride) for old, _ in dispatcher._registry.values())
+    return passes[1:], frozen, twice
+
+
+def test_a_rebuild_looks_through_the_whole_process_once(pair: tuple[Workers, Store]) -> None:
+    workers, _ = pair
+    passes, frozen, twice = workers.run(passes_of_the_collector, workers=[0], timeout_s=TIMEOUT_S)[0]
+    # One when an engine is closed; the collector makes one by itself now and then.
+    assert max(passes) <= 2, passes
+    assert not any(frozen), "what else lives in the process would not be freed"
+    assert not twice
+
+
 @pytest.mark.slow
 def test_twenty_rebuilds_leak_nothing(pair: tuple[Workers, Store]) -> None:
     shapes = (Shape(tp=2), Shape(units=2)) * 10
@@ -86,7 +137,11 @@ def test_twenty_rebuilds_leak_nothing(pair: tuple[Workers, Store]) -> None:
         report = [(round(now.rss_bytes / 2**20), now.num_files, round(now.build_s, 1)) for now in process]
         print("RSS MiB, descriptors, build s:", report)
         early, late = process[3], process[-1]
-        assert late.num_files <= early.num_files, "descriptors"
+        # A peer's end of a connection goes a moment sooner or later: the most of four, not one.
+        most_early, most_late = (
+            max(each.num_files for each in part) for part in (process[2:6], process[-4:])
+        )
+        assert most_late <= most_early, "descriptors"
         assert (late.shared, late.segments) == (early.shared, early.segments), "shared memory"
         # Allocators settle over the first builds; a kept engine would cost weights, cache and groups each.
         assert late.rss_bytes - early.rss_bytes < 64 * 2**20, "memory"

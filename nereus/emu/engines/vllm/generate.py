@@ -123,9 +123,9 @@ class VllmGenerator:
         if self._llm is None:
             return
         with self._world.entered():
-            self._llm.llm_engine.engine_core.shutdown()
+            with process.without_collections():
+                self._llm.llm_engine.engine_core.shutdown()
             self._llm = self._chooser = None
-            gc.collect()
             parallel_state.destroy_model_parallel()
             if parallel_state._WORLD is not None:
                 parallel_state._WORLD.destroy()
@@ -133,12 +133,20 @@ class VllmGenerator:
             parallel_state._WORLD = parallel_state._NODE_COUNT = None
         self._world.close()
         envs.disable_envs_cache()
-        gc.collect()
+        gc.collect()  # an engine is made of cycles, which hold its memory and connections
 
     def _open(self) -> None:
         layout, rank = self.groups.layout, self.groups.layout.ranks.index(self.groups.rank)
         launched = process.launched(rank, layout.world_size, self.device.index or 0, layout.layers)
-        with self._world.entered(), launched, tempfile.TemporaryDirectory() as folder:
+        if self.device.type == "cuda":
+            gc.collect()  # what engines before this one left is memory that it may need
+        process.replace_kernels_once()
+        with (
+            self._world.entered(),
+            launched,
+            process.without_collections(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
             (Path(folder) / "config.json").write_text(json.dumps(self.spec.model.to_hf()))
             self._llm = LLM(folder, **self._options())
             (self._chooser,) = self._llm.collective_rpc(_find_chooser)

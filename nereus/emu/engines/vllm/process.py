@@ -5,9 +5,11 @@ Import this before vLLM: some variables are read when it is imported.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -42,6 +44,48 @@ def use_torch_collectives() -> None:
 
 def _share_nothing(communicator: object) -> bool:
     return False
+
+
+@cache
+def replace_kernels_once() -> None:
+    """Let vLLM put C++ in the place of its Triton kernels, on a CPU, once and not for every engine.
+
+    It reads every attribute of every imported module for it, 0.6 s; what is imported later finds them
+    replaced.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(_replaced_already)
+
+
+def _replaced_already(platform: object) -> None:
+    return None
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Inside, `gc.collect` and `gc.freeze` do nothing.
+
+    vLLM has five passes over all objects of the process made with an engine and three with its end, 0.4 to
+    0.6 s each where torch and transformers are imported. And it freezes all of them, so that cycles of other
+    engines in the process would not be freed as long as it lives.
+    """
+    collect, freeze = gc.collect, gc.freeze
+    gc.collect, gc.freeze = _collect_nothing, _freeze_nothing
+    try:
+        yield
+    finally:
+        gc.collect, gc.freeze = collect, freeze
+
+
+def _collect_nothing(generation: int = 2) -> int:
+    return 0
+
+
+def _freeze_nothing() -> None:
+    return None
 
 
 @contextmanager
