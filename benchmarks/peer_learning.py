@@ -5,8 +5,13 @@
 Both train the model of examples/count from the same weights with its own reward: the same number of prompts,
 samples, tokens and updates a step, the same learning rate, betas, clip and gradient norm, one thread, one
 worker, on this machine's CPU. They draw from different random numbers, so rewards are compared as means over
-seeds beside their spread. Sides take turns, each in a process of its own. Tokens a second are prompt and
-response tokens over the seconds of the steps after the first two, median over seeds.
+seeds beside their spread. Sides take turns, each in a process of its own; Ray's workers keep its niceness
+(`RAY_worker_niceness=0`). Each side makes its forward and backward passes over the number of rows that is
+faster for it (`--trl-rows`, `--nereus-rows`); the step is the same. Tokens a second are prompt and response
+tokens over the seconds from one step's end to the next, records and all: the median step after the first two,
+median over seeds. On a machine that is not idle the CPU seconds of these steps say more: those of the side's
+process and all that it has started (workers, rewards, Ray, the Prefect server). `--merge FILES` prints the
+table of earlier runs' `--json`.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +51,18 @@ class Job:
     samples: int
     length: int
     threads: int
+    pass_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Mean reward of every step, and prompt and response tokens a second after the first steps."""
+    """Mean reward of every step, and prompt and response tokens a second, and a CPU second, after the first
+    steps.
+    """
 
     rewards: list[float]
     tokens_per_s: float
+    tokens_per_cpu_s: float
 
     def last(self) -> float:
         """Mean reward over the last fifth of the steps."""
@@ -82,13 +93,13 @@ def run_trl(job: Job) -> Result:
         tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(COUNT / "model", dtype=torch.float32)
     prompt_tokens = len(tokenizer(records[0]["prompt"])["input_ids"])
-    stamps: list[float] = []
+    stamps: list[Stamp] = []
     rewards: list[float] = []
     tokens: list[int] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
-            stamps.append(time.perf_counter())
+            stamps.append(Stamp.now())
 
     def score(completion_ids: list[list[int]], answer: list[str], **_: object) -> list[float]:
         values = [reward(ids, truth) for ids, truth in zip(completion_ids, answer, strict=True)]
@@ -98,7 +109,8 @@ def run_trl(job: Job) -> Result:
 
     rows = job.prompts * job.samples
     common: dict[str, Any] = {
-        "per_device_train_batch_size": rows,
+        "per_device_train_batch_size": job.pass_rows,
+        "gradient_accumulation_steps": rows // job.pass_rows,
         "num_generations": job.samples,
         "max_completion_length": job.length,
         "learning_rate": LEARNING_RATE,
@@ -133,8 +145,44 @@ def run_trl(job: Job) -> Result:
             callbacks=[Clock()],
         )
         trainer.train()
-    seconds = [later - earlier for earlier, later in pairwise(stamps)][WARM_UP - 1 :]
-    return Result(rewards=rewards, tokens_per_s=sum(tokens[WARM_UP : job.steps]) / sum(seconds))
+    return result_of(rewards, tokens[: job.steps], stamps)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The end of a step: wall clock, and CPU seconds of this process and its descendants so far."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Stamp:
+        """Read both; processes that have ended are not in it."""
+        parent_of: dict[int, int] = {}
+        ticks_of: dict[int, int] = {}
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = file.read_text().rpartition(")")[2].split()
+                parent_of[int(file.parent.name)] = int(fields[1])
+                ticks_of[int(file.parent.name)] = int(fields[11]) + int(fields[12])
+        mine, found = {os.getpid()}, {os.getpid()}
+        while found:
+            found = {pid for pid, parent in parent_of.items() if parent in mine} - mine
+            mine |= found
+        ticks = sum(ticks_of.get(pid, 0) for pid in mine)
+        return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def result_of(rewards: list[float], tokens: Sequence[int], stamps: Sequence[Stamp]) -> Result:
+    """The rates of the steps after the first ones."""
+    seconds = [later.wall_s - earlier.wall_s for earlier, later in pairwise(stamps)]
+    rates = map(truediv, tokens[WARM_UP:], seconds[WARM_UP - 1 :])
+    cpu_s = stamps[-1].cpu_s - stamps[WARM_UP - 1].cpu_s
+    return Result(
+        rewards=rewards,
+        tokens_per_s=statistics.median(rates),
+        tokens_per_cpu_s=sum(tokens[WARM_UP:]) / cpu_s,
+    )
 
 
 def run_nereus(job: Job) -> Result:
@@ -142,10 +190,25 @@ def run_nereus(job: Job) -> Result:
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     from nereus.config import CampaignConfig
     from nereus.flows.campaign import campaign
+    from nereus.record.listener import current_listener
     from nereus.record.metrics import read_records
 
+    stamps: list[Stamp] = []
+
+    class Clock:
+        def on_stage(self, *_: object) -> None:
+            pass
+
+        def on_step(self, *_: object) -> None:
+            stamps.append(Stamp.now())
+
+        def on_message(self, *_: object) -> None:
+            pass
+
+    current_listener.set(Clock())
     with tempfile.TemporaryDirectory() as folder:
         config = CampaignConfig.model_validate(
             {
@@ -165,7 +228,7 @@ def run_nereus(job: Job) -> Result:
                 "batch": {
                     "prompts": job.prompts,
                     "samples": job.samples,
-                    "micro_batch_rows": job.prompts * job.samples,
+                    "micro_batch_rows": job.pass_rows,
                 },
                 "sampling": {"max_new_tokens": job.length},
                 "optimizer": {
@@ -180,12 +243,8 @@ def run_nereus(job: Job) -> Result:
             }
         )
         records = read_records(campaign(config).metrics)
-    later = records[WARM_UP:]
-    tokens = sum(record.prompt_tokens + record.response_tokens for record in later)
-    return Result(
-        rewards=[record.reward_mean or 0.0 for record in records],
-        tokens_per_s=tokens / sum(record.step_s for record in later),
-    )
+    tokens = [record.prompt_tokens + record.response_tokens for record in records]
+    return result_of([record.reward_mean or 0.0 for record in records], tokens, stamps)
 
 
 SIDES = {"trl": run_trl, "nereus": run_nereus}
@@ -201,6 +260,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="most new tokens of a response")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trl-rows", type=int, default=64, help="rows of a pass of TRL")
+    parser.add_argument("--nereus-rows", type=int, default=16, help="rows of a pass of Nereus")
+    parser.add_argument("--merge", nargs="+", type=Path, help="print the table of these results")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -209,9 +271,16 @@ def main() -> None:
     if arguments.side:
         print(json.dumps(asdict(SIDES[arguments.side](Job(**json.loads(arguments.job))))))
         return
-    subprocess.run([sys.executable, COUNT / "make_model.py"], check=True)
     console = Console()
     results: dict[tuple[str, str], list[Result]] = {}
+    if arguments.merge:
+        for file in arguments.merge:
+            for name, of in json.loads(file.read_text()).items():
+                algorithm, side = name.split()
+                results.setdefault((algorithm, side), []).extend(Result(**one) for one in of)
+        console.print(table_of(arguments, results))
+        return
+    subprocess.run([sys.executable, COUNT / "make_model.py"], check=True)
     for algorithm in ALGORITHMS:
         for seed in arguments.seeds:
             for side in SIDES:
@@ -223,11 +292,13 @@ def main() -> None:
                     samples=arguments.samples,
                     length=arguments.length,
                     threads=arguments.threads,
+                    pass_rows={"trl": arguments.trl_rows, "nereus": arguments.nereus_rows}[side],
                 )
                 result = Result(**in_own_process(__file__, side, job))
                 results.setdefault((algorithm, side), []).append(result)
                 words = f"{algorithm} {side} seed {seed}"
-                console.print(f"{words}: {result.last():.3f}, {result.tokens_per_s:,.0f} tokens/s")
+                rates = f"{result.tokens_per_s:,.0f} tokens/s, {result.tokens_per_cpu_s:,.0f} a CPU second"
+                console.print(f"{words}: {result.last():.3f}, {rates}")
     console.print(table_of(arguments, results))
     if arguments.json:
         named = {" ".join(key): [asdict(result) for result in of] for key, of in results.items()}
@@ -238,26 +309,27 @@ def table_of(arguments: argparse.Namespace, results: dict[tuple[str, str], list[
     """One row an algorithm and side: rewards as mean and range over the seeds."""
     rows = arguments.prompts * arguments.samples
     title = f"count, {arguments.steps} steps of {rows} responses, {arguments.threads} thread(s), {machine()}"
-    columns = ("algorithm", "side", "reward: first 2 steps", "last fifth", "its seeds", "tokens/s", "ratio")
-    table = Table(*columns, title=title)
+    columns = ("algorithm", "side", "reward: first 2 steps", "last fifth", "its seeds")
+    table = Table(*columns, "tokens/s", "ratio", "tokens/CPU s", "ratio", title=title)
     for (algorithm, side), of in results.items():
         last = sorted(result.last() for result in of)
-        speed, base = speed_of(of), speed_of(results[algorithm, "trl"])
+        base = results[algorithm, "trl"]
         table.add_row(
             algorithm,
             side,
             f"{statistics.fmean(value for result in of for value in result.rewards[:2]):.3f}",
             f"{statistics.fmean(last):.3f}",
             f"{last[0]:.3f} to {last[-1]:.3f}",
-            f"{speed:,.0f}",
-            f"{speed / base:.2f}x",
+            *beside([result.tokens_per_s for result in of], [result.tokens_per_s for result in base]),
+            *beside([result.tokens_per_cpu_s for result in of], [result.tokens_per_cpu_s for result in base]),
         )
     return table
 
 
-def speed_of(of: Sequence[Result]) -> float:
-    """Median over the seeds."""
-    return statistics.median(result.tokens_per_s for result in of)
+def beside(rates: Sequence[float], base: Sequence[float]) -> tuple[str, str]:
+    """The median over the seeds, and what it is of the base's."""
+    median = statistics.median(rates)
+    return f"{median:,.0f}", f"{median / statistics.median(base):.2f}x"
 
 
 if __name__ == "__main__":
