@@ -68,7 +68,9 @@ PURE_EMU = {
 }
 ONLY_IN = {
     "prefect": lambda parts: parts[0] in {"flows", "tasks", "cli"},
-    "ray": lambda parts: parts in (("emu", "cluster"), ("emu", "worker")) or parts == ("cli", "doctor"),
+    "ray": lambda parts: (
+        parts in (("emu", "cluster"), ("emu", "ray_calls"), ("emu", "worker"), ("cli", "doctor"))
+    ),
     "triton": lambda parts: parts[0] == "kernels",
 }
 
