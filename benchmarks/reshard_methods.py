@@ -163,7 +163,7 @@ def transport_floor(setup: Setup) -> Move:
 
 def copied_bytes(copy: LocalCopy) -> int:
     """Bytes of one local copy."""
-    return copy.target.num_elements * copy.move.target.num_bytes
+    return copy.target.num_elements * sum(move.target.num_bytes for move in copy.moves)
 
 
 def flats(state: ShardState) -> list[Tensor]:

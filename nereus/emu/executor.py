@@ -28,6 +28,7 @@ from nereus.emu.arena import TORCH_DTYPE, Arena, ShardState
 from nereus.emu.kinds import KindMove
 from nereus.emu.lanes import Lane, Lanes
 from nereus.emu.layout import Rank
+from nereus.emu.local_copies import copy_local, view_of
 from nereus.emu.rank_plan import Chunk, Message, RankPlan, Region, Round, Shared, Transfer
 from nereus.emu.staging import StagingPool
 from nereus.emu.transport.protocol import (
@@ -326,22 +327,15 @@ class _Run:
         return found
 
     def _copy(self, chunk: Chunk) -> None:
-        pairs = [
-            (self._at(copy.source, copy.move.source.name), self._at(copy.target, copy.move.target.name))
-            for copy in chunk.copies
-        ]
-        self.pool.lanes.pack.copy(pairs)
-        self.copied_bytes += sum(target.numel() * target.element_size() for _, target in pairs)
+        if chunk.copies:
+            assert self.old is not None, "what is copied locally lies in the old shard"
+            assert self.new is not None, "what is copied locally lies in the new shard"
+            self.copied_bytes += copy_local(chunk.copies, self.old, self.new, self.pool.lanes.pack)
 
     def _at(self, region: Region, kind: str) -> Tensor:
         state = self.old if region.side == "old" else self.new
         assert state is not None, f"the plan names a region of a shard that is absent: {region}"
-        view = state.arenas[kind].views[region.physical]
-        shape = view.shape
-        for dim, (lo, hi) in enumerate(region.stored):
-            if hi - lo != shape[dim]:  # most are whole, and slicing costs as much as a small copy
-                view = view.narrow(dim, lo, hi - lo)
-        return view
+        return view_of(region, state.arenas[kind])
 
     def _note_state(self) -> None:
         states = {id(state): state for state in (self.old, self.new) if state is not None}

@@ -159,9 +159,7 @@ def _copies(plan: ReshardPlan, rank: Rank, mode: Mode) -> dict[int, list[LocalCo
     for part in parts_of(plan.partition, plan.local_blocks(rank), None, seats):
         source = region_of(plan.partition, part, seats[0], "old")
         target = region_of(plan.partition, part, seats[1], "new")
-        out[chunk_of(plan, part, mode)] += [
-            LocalCopy(source=source, target=target, move=move) for move in plan.moves
-        ]
+        out[chunk_of(plan, part, mode)].append(LocalCopy(source=source, target=target, moves=plan.moves))
     return out
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from nereus.emu.decoder import DType
 from nereus.emu.kinds import KindMove
 from nereus.emu.layout import Rank, shard
-from nereus.emu.regions import is_contiguous
+from nereus.emu.regions import stored_rows
 from nereus.emu.tensor import Box, ModelSpec
 from nereus.emu.unit import Unit
 from nereus.errors import InvalidOperation, explain
@@ -100,7 +100,8 @@ def _sides(spec: ModelSpec, units: Sequence[Unit]) -> dict[str, MeshSide]:
         for rank in unit.layout.ranks:
             for tensor in shard(spec, unit.layout, rank).tensors:
                 for piece in tensor.pieces:
-                    run = is_contiguous(piece.stored, tensor.shape)
+                    rows = stored_rows(piece.stored, tensor.shape)
+                    run = rows is not None and rows.num == 1
                     held[piece.logical][piece.box].append((rank, piece.physical, piece.stored, run))
     return {one.name: _side(one.name, one.shape, held[one.name]) for one in spec.tensors}
 

@@ -53,7 +53,7 @@ class HostMemory:
             self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"no {num_bytes} bytes of address space: {error}") from error
-        if whole and num_bytes >= 4 * HUGE_BYTES:
+        if whole and num_bytes >= HUGE_BYTES:
             with suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=torch.uint8)

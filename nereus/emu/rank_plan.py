@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nereus.emu.kinds import DTYPE_BYTES, Kind, KindMove
+from nereus.emu.kinds import DTYPE_BYTES, Kind, KindMove, KindMoves
 from nereus.emu.layout import Rank
 from nereus.emu.tensor import Box, box_size
 from nereus.emu.unit import Unit
@@ -42,11 +42,24 @@ Side = Literal["old", "new"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """`num` runs of `width` elements, `stride` apart, the first at element `at` of a stored tensor.
+
+    A single run has its width as stride.
+    """
+
+    at: int
+    num: int
+    width: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """A box of a logical tensor and where this end stores it.
 
-    `side` says in which of the rank's two shards `physical` lies. `contiguous` tells whether `stored` is one
-    run of memory there.
+    `side` says in which of the rank's two shards `physical` lies. `rows` is `stored` as runs of memory, None
+    where these lie in more than one stride.
     """
 
     logical: str
@@ -54,7 +67,12 @@ class Region:
     side: Side
     physical: str
     stored: Box
-    contiguous: bool
+    rows: Rows | None
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether `stored` is one run of memory."""
+        return self.rows is not None and self.rows.num == 1
 
     @property
     def num_elements(self) -> int:
@@ -154,11 +172,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCopy:
-    """A region that this rank already holds: `source` on the old side, `target` on the new side."""
+    """A region that this rank holds: `source` on the old side, `target` on the new one, for all kinds."""
 
     source: Region
     target: Region
-    move: KindMove
+    moves: KindMoves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

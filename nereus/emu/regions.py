@@ -12,7 +12,7 @@ from itertools import groupby
 
 from nereus.emu.layout import Seat
 from nereus.emu.partition import Block, Cell, Partition, cell_rows, exemplar_shard, pieces_at
-from nereus.emu.rank_plan import Region, Side
+from nereus.emu.rank_plan import Region, Rows, Side
 from nereus.emu.tensor import Box, ModelSpec, box_size
 
 
@@ -38,7 +38,7 @@ class Stored:
     piece: int
     physical: str
     box: Box
-    contiguous: bool
+    rows: Rows | None
 
 
 @lru_cache(maxsize=1024)
@@ -46,14 +46,25 @@ def _shapes(exemplar: ModelSpec, seat: Seat) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in exemplar_shard(exemplar, seat).tensors}
 
 
-def is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box of a row-major tensor is one run of memory."""
-    whole = True
+def stored_rows(box: Box, shape: tuple[int, ...]) -> Rows | None:
+    """A box of a row-major tensor as runs of memory; None where they lie in more than one stride."""
+    at, step = 0, 1
+    runs: list[tuple[int, int]] = []  # (number, stride) of what cannot be joined, from the innermost
     for (lo, hi), size in zip(reversed(box), reversed(shape), strict=True):
-        if not whole and hi - lo > 1:
-            return False
-        whole = whole and hi - lo == size
-    return True
+        at += lo * step
+        if hi - lo > 1:
+            if runs and runs[-1][0] * runs[-1][1] == step:
+                runs[-1] = (runs[-1][0] * (hi - lo), runs[-1][1])
+            else:
+                runs.append((hi - lo, step))
+        step *= size
+    if not runs or runs[0][1] != 1:
+        runs.insert(0, (1, 1))
+    if len(runs) > 2:
+        return None
+    width = runs[0][0]
+    num, stride = runs[1] if len(runs) == 2 else (1, width)
+    return Rows(at=at, num=num, width=width, stride=stride)
 
 
 @lru_cache(maxsize=65536)
@@ -66,7 +77,7 @@ def stored_at(exemplar: ModelSpec, name: str, box: Box, seat: Seat) -> Stored:
                 for (start, _), (a, _), (lo, hi) in zip(piece.stored, piece.box, box, strict=True)
             )
             shape = _shapes(exemplar, seat)[piece.physical]
-            return Stored(number, piece.physical, inner, is_contiguous(inner, shape))
+            return Stored(number, piece.physical, inner, stored_rows(inner, shape))
     raise AssertionError(f"I8: {name}{list(box)} is no part of a piece at {seat}")
 
 
@@ -81,7 +92,7 @@ def region_of(part: Partition, piece: Part, seat: Seat, side: Side) -> Region:
         side=side,
         physical=kind.physical[piece.instance][stored.physical],
         stored=stored.box,
-        contiguous=stored.contiguous,
+        rows=stored.rows,
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nereus.kernels.dispatch import runs_triton
@@ -19,6 +21,12 @@ from nereus.kernels.language import INTERPRETED, jit, narrow, tl
 TILE = 4096  # elements a program moves
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
+# Where rows are read and written: first element of each side, rows, elements of a row, elements from the
+# beginning of one row to the next on each side.
+RowPair = tuple[int, int, int, int, int, int]
+_Words = NDArray[np.unsignedinteger[Any]]
+_BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
+FlatPair = tuple[Tensor, Tensor, Sequence[RowPair]]  # flat source, flat target, and what to copy
 
 
 def copy_regions(pairs: Pairs) -> None:
@@ -40,6 +48,43 @@ def copy_regions(pairs: Pairs) -> None:
             groups.setdefault((source.dtype, target.dtype), []).append(region)
     for (source_dtype, target_dtype), regions in groups.items():
         _launch(regions, source_dtype, target_dtype, pairs[0][0].device)
+
+
+def copy_rows(flats: Sequence[FlatPair]) -> None:
+    """Copy rows between contiguous 1-D tensors of one device; source and target share no memory.
+
+    On a CPU, where nothing is cast, as bytes by numpy: for a row of a few KB the call of a torch operator
+    costs as much as its bytes.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for source, target, rows in flats:
+        if source.dtype == target.dtype and source.device.type == "cpu" and not runs_triton(source):
+            _copy_bytes(source, target, rows)
+            continue
+        pairs += [
+            (
+                source.as_strided((num, width), (source_stride, 1), source.storage_offset() + source_at),
+                target.as_strided((num, width), (target_stride, 1), target.storage_offset() + target_at),
+            )
+            for source_at, target_at, num, width, source_stride, target_stride in rows
+        ]
+    copy_regions(pairs)
+
+
+def _copy_bytes(source: Tensor, target: Tensor, rows: Sequence[RowPair]) -> None:
+    size = source.element_size()
+    read, written = source.view(torch.uint8).numpy(), target.view(torch.uint8).numpy()
+    for source_at, target_at, num, width, source_stride, target_stride in rows:
+        length, lo, at = width * size, source_at * size, target_at * size
+        if num == 1:
+            written[at : at + length] = read[lo : lo + length]
+            continue
+        source_step, target_step = source_stride * size, target_stride * size
+        # Rows of words are copied without a call for each.
+        one = _WORD if (length | lo | at | source_step | target_step) % _WORD.itemsize == 0 else _BYTE
+        shape = num, length // one.itemsize
+        out: _Words = np.ndarray(shape, one, written, at, (target_step, one.itemsize))
+        out[...] = np.ndarray(shape, one, read, lo, (source_step, one.itemsize))
 
 
 def _region(source: Tensor, target: Tensor) -> tuple[int, ...] | None:

@@ -137,9 +137,8 @@ def program(machine: Machine, plan: ReshardPlan, mail: Mail) -> Iterator[None]:
     for chunk in machine.plan.chunks:
         machine.allocate(plan.model, chunk.allocates)
         for copy in chunk.copies:
-            machine.write(
-                copy.target, copy.move.target.name, machine.read(copy.source, copy.move.source.name)
-            )
+            for move in copy.moves:
+                machine.write(copy.target, move.target.name, machine.read(copy.source, move.source.name))
         for turn in chunk.rounds:
             assert turn.num_operations <= plan.limits.operation_cap
             machine.steps += 1

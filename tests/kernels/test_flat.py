@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from nereus.errors import ConfigError
 from nereus.kernels import dispatch
 from nereus.kernels.adamw import adamw_
-from nereus.kernels.regions import TILE, copy_regions
+from nereus.kernels.regions import TILE, copy_regions, copy_rows
 from nereus.kernels.whiten import masked_whiten
 from tests.kernels.conftest import DEVICE
 
@@ -119,6 +119,28 @@ def test_unpacking_writes_into_strided_storage(use: Use) -> None:
     assert torch.equal(target[:, 2:5], source)
     assert float(target.sum()) == float(source.sum())
     assert torch.equal(transposed.t(), source)
+
+
+@pytest.mark.parametrize(
+    ("source_dtype", "target_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+def test_rows_of_flat_tensors_arrive_in_every_form(
+    use: Use, source_dtype: torch.dtype, target_dtype: torch.dtype
+) -> None:
+    """A run, rows of whole words, rows that are not, single columns; the kernel takes them as regions."""
+    rows = [(3, 5, 1, 70, 70, 70), (96, 128, 4, 16, 32, 16), (226, 201, 5, 3, 9, 7), (300, 250, 6, 1, 2, 8)]
+    source = torch.randn(400, generator=torch.Generator().manual_seed(3)).to(source_dtype).to(DEVICE)
+    expected = torch.zeros(400, dtype=target_dtype, device=DEVICE)
+    for source_at, target_at, num, width, source_stride, target_stride in rows:
+        for row in range(num):
+            lo, at = source_at + row * source_stride, target_at + row * target_stride
+            expected[at : at + width] = source[lo : lo + width].to(target_dtype)
+    for form in ("torch", "triton"):
+        use(form)
+        target = torch.zeros_like(expected)
+        copy_rows([(source, target, rows)])
+        assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_an_unknown_choice_of_kernels_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,83 @@
+"""What a rank copies from its old shard into its new one, as rows of the arenas.
+
+The plan knows where a region lies in its tensor, the arena where the tensor lies, at one place for all kinds.
+So a region is looked at once, not once a kind, and needs no view of its own. Regions that follow one another
+on both sides are one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from nereus.emu.arena import Arena, ShardState, offsets
+from nereus.emu.lanes import Lane
+from nereus.emu.rank_plan import LocalCopy, Region
+from nereus.kernels.regions import FlatPair, RowPair, copy_rows
+
+Found = tuple[list[RowPair], list[LocalCopy]]
+
+
+def copy_local(copies: Sequence[LocalCopy], old: ShardState, new: ShardState, lane: Lane) -> int:
+    """Give a lane all local copies of a chunk, which are of the same kinds; returns the bytes they write."""
+    flats: list[FlatPair] = []
+    views: list[tuple[Tensor, Tensor]] = []
+    known: dict[tuple[int, int], Found] = {}
+    num_bytes, num_elements = 0, sum([copy.target.num_elements for copy in copies])
+    for move in copies[0].moves if copies else ():
+        source, target = old.arenas[move.source.name], new.arenas[move.target.name]
+        shards = id(source.shard), id(target.shard)  # one for all kinds, unless units share an optimizer
+        if shards not in known:
+            known[shards] = _rows(copies, source, target)
+        rows, others = known[shards]
+        flats.append((source.flat, target.flat, rows))
+        views += [(view_of(copy.source, source), view_of(copy.target, target)) for copy in others]
+        num_bytes += move.target.num_bytes * num_elements
+    if flats:
+        lane.give(partial(copy_rows, flats))
+    if views:
+        lane.copy(views)
+    return num_bytes
+
+
+def view_of(region: Region, arena: Arena) -> Tensor:
+    """The live view of a region."""
+    view = arena.views[region.physical]
+    shape = view.shape
+    for dim, (lo, hi) in enumerate(region.stored):
+        if hi - lo != shape[dim]:  # most are whole, and slicing costs as much as a small copy
+            view = view.narrow(dim, lo, hi - lo)
+    return view
+
+
+def _rows(copies: Sequence[LocalCopy], source: Arena, target: Arena) -> Found:
+    """Where copies are read and written, in elements of the two arenas; and those that are no rows."""
+    source_starts, target_starts = offsets(source.shard)[0], offsets(target.shard)[0]
+    source_held, target_held = source.views, target.views
+    out: list[RowPair] = []
+    others: list[LocalCopy] = []
+    end = (-1, -1)  # of the last copy, where it is a single row
+    for copy in copies:
+        read, written = copy.source.physical, copy.target.physical
+        assert read in source_held, f"{read} is read and not allocated"
+        assert written in target_held, f"{written} is written and not allocated"
+        a, b = copy.source.rows, copy.target.rows
+        if a is None or b is None or (a.num != b.num and a.num > 1 and b.num > 1):
+            others.append(copy)
+            continue
+        source_at, target_at = source_starts[read] + a.at, target_starts[written] + b.at
+        if a.num == 1 and b.num == 1:
+            width = a.width
+            if (source_at, target_at) == end:
+                source_at, target_at, _, before, _, _ = out.pop()
+                width += before
+            out.append((source_at, target_at, 1, width, width, width))
+            end = source_at + width, target_at + width
+            continue
+        num, width = max((a.num, a.width), (b.num, b.width))
+        strides = (a.stride if a.num > 1 else width), (b.stride if b.num > 1 else width)
+        out.append((source_at, target_at, num, width, *strides))
+        end = -1, -1
+    return out, others
