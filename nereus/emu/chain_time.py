@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 
 from nereus.emu.chains import Chain
 from nereus.emu.layout import Rank
-from nereus.emu.partition import Cut, cut_of
 from nereus.emu.reshard import Limits, plan_reshard
 from nereus.emu.shard_bytes import Sizes
 from nereus.emu.tensor import ModelSpec
@@ -26,21 +25,24 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
     """
 
     nodes = [frozenset(ranks) for ranks in topology.nodes]
-    largest: dict[tuple[str, Cut], int] = {}
+    largest: dict[object, int] = {}
 
-    def shard(unit: Unit) -> int:
-        key = (unit.id.model_stage, cut_of(unit.layout))
-        if key not in largest:
-            largest[key] = max(sizes(unit))
-        return largest[key]
+    def shard(model_stage: str, unit: Unit) -> int:
+        cut = unit.layout
+        key = (model_stage, cut.tp, cut.layers, cut.slices, cut.ep, cut.cp)
+        found = largest.get(key)
+        if found is None:
+            found = largest[key] = max(sizes(unit))
+        return found
 
     def seconds(chain: Chain) -> float:
-        if not chain.makes:
+        makes = chain.makes
+        if not makes:
             return 0.0
-        home = nodes[topology.node_of(chain.makes[0].layout.ranks[0])]
-        near = all(home.issuperset(unit.layout.ranks) for unit in (*chain.makes, *chain.reads))
+        home = nodes[topology.node_of(makes[0].layout.ranks[0])]
+        near = all(home.issuperset(unit.layout.ranks) for units in (makes, chain.reads) for unit in units)
         link = topology.node if near else topology.network
-        return max([shard(unit) for unit in chain.makes]) / link.bytes_per_s + link.latency_s
+        return max([shard(chain.model_stage, unit) for unit in makes]) / link.bytes_per_s + link.latency_s
 
     return seconds
 

@@ -65,7 +65,7 @@ def change_of(
     InvalidOperation when the model-stage would change the kinds of state it carries.
     """
     kept, old, new = _kept(before, after)
-    if before and any(unit.kinds != before[0].kinds for unit in after):
+    if before and set({id(unit.kinds): unit.kinds for unit in after}.values()) - {before[0].kinds}:
         raise InvalidOperation(
             explain(
                 f"cannot change {model_stage}",
@@ -81,8 +81,8 @@ def change_of(
         old=old,
         new=new,
         names=count(max((unit.id.index for unit in before), default=-1) + 1),
-        owner_before={rank: i for i, unit in enumerate(old) for rank in unit.layout.ranks},
-        owner_after={rank: i for i, unit in enumerate(new) for rank in unit.layout.ranks},
+        owner_before=_owners(old),
+        owner_after=_owners(new),
     )
     drafts = _components(work)
     living = [draft for draft in drafts if draft.old and draft.new]
@@ -106,6 +106,14 @@ def change_of(
     return Change(kept=kept, chains=tuple(chains))
 
 
+def _owners(units: Units) -> dict[Rank, int]:
+    """The number of the unit that lies on each rank."""
+    owners: dict[Rank, int] = {}
+    for number, unit in enumerate(units):
+        owners.update(dict.fromkeys(unit.layout.ranks, number))
+    return owners
+
+
 def _kept(before: Units, after: Units) -> tuple[Units, Units, Units]:
     """(kept, old, new): units that are equal but for the name, and the others of each side."""
     spare = {unit.layout.ranks: unit for unit in before}
@@ -126,15 +134,16 @@ def _components(work: _Derivation) -> list[_Draft]:
     draft_of: dict[int, _Draft] = {}
     out: list[_Draft] = []
     for number, unit in enumerate(work.new):
-        touched = {work.owner_before[rank] for rank in unit.layout.ranks if rank in work.owner_before}
-        found = list({id(draft_of[i]): draft_of[i] for i in sorted(touched) if i in draft_of}.values())
+        owners = set(map(work.owner_before.get, unit.layout.ranks))
+        touched = sorted([i for i in owners if i is not None])
+        found = list({id(draft_of[i]): draft_of[i] for i in touched if i in draft_of}.values())
         if found:
             home = found[0]
         else:
             home = _Draft()
             out.append(home)
         home.new.append(number)
-        for i in sorted(touched):
+        for i in touched:
             if i not in draft_of:
                 draft_of[i] = home
                 home.old.append(i)
@@ -199,6 +208,32 @@ def _destruction(unit: Unit) -> Chain:
 def _reshaping(work: _Derivation, draft: _Draft) -> Chain:
     """The chain of a component in which old and new units share ranks."""
     final = {number: work.new_id() for number in (*draft.new, *draft.fresh)}
+    old = tuple([work.old[i] for i in draft.old])
+    makes = tuple([work.new[number].with_id(name) for number, name in final.items()])
+    if _is_merge(work, old, makes):
+        into = (makes[0].id, makes[0].layout)
+        operations: tuple[Operation, ...] = (Merge(units=tuple([unit.id for unit in old]), into=into),)
+    else:
+        operations = _pieced(work, draft, final)
+    return Chain(
+        id=f"{work.model_stage}:+{makes[0].id.index}",
+        model_stage=work.model_stage,
+        operations=operations,
+        reads=old,
+        ends=old,
+        makes=makes,
+    )
+
+
+def _is_merge(work: _Derivation, old: Units, makes: Units) -> bool:
+    """Whether the component is one new unit on exactly the ranks of its old ones, as most are."""
+    if len(makes) > 1 or len(makes[0].layout.ranks) != sum([len(unit.layout.ranks) for unit in old]):
+        return False
+    return all(map(work.owner_before.__contains__, makes[0].layout.ranks))
+
+
+def _pieced(work: _Derivation, draft: _Draft, final: Mapping[int, UnitId]) -> tuple[Operation, ...]:
+    """The operations of a component: cut its old units into parts, and join these to the new ones."""
     pieces: dict[int, list[UnitId]] = {number: [] for number in draft.new}
     done: set[int] = set()
     splits: list[Operation] = []
@@ -222,15 +257,7 @@ def _reshaping(work: _Derivation, draft: _Draft) -> Chain:
                 destroys.append(Destroy(unit=places[-1][0]))
         splits.append(Split(unit=work.old[i].id, into=tuple(places)))
     extends, merges = _growth(work, draft, final, pieces, done)
-    makes = tuple(work.new[number].with_id(name) for number, name in final.items())
-    return Chain(
-        id=f"{work.model_stage}:+{makes[0].id.index}",
-        model_stage=work.model_stage,
-        operations=(*splits, *destroys, *extends, *merges),
-        reads=tuple(work.old[i] for i in draft.old),
-        ends=tuple(work.old[i] for i in draft.old),
-        makes=makes,
-    )
+    return (*splits, *destroys, *extends, *merges)
 
 
 def _growth(

@@ -140,10 +140,14 @@ class _Player:
         return begun
 
     def _fits(self, task: Task, kept_bins: set[int]) -> bool:
-        return all(self.ended[other] for other in task.after) and all(
-            place not in kept_bins and self.used[place] + amount <= self.problem.cap[place]
-            for place, amount in task.acquires
-        )
+        ended, used, cap = self.ended, self.used, self.problem.cap
+        for other in task.after:
+            if not ended[other]:
+                return False
+        for place, amount in task.acquires:
+            if place in kept_bins or used[place] + amount > cap[place]:
+                return False
+        return True
 
     def _end(self, number: int) -> None:
         task = self.problem.tasks[number]

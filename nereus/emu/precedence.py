@@ -90,45 +90,69 @@ def _releases_first(chains: Sequence[Chain], lie: Footprint, keys: Sequence[Key]
     met = (givers >= 0) & (np.arange(len(names))[:, None] != stage[makes.chains])
     takers = np.broadcast_to(makes.chains, met.shape)
     pairs = np.unique(givers[met] * len(chains) + takers[met])
-    found = set(zip(*(part.tolist() for part in np.divmod(pairs, len(chains))), strict=True))
-    return {(i, j) for i, j in found if (j, i) not in found or keys[i] < keys[j]}
+    giver, taker = np.divmod(pairs, len(chains))
+    mutual = np.isin(taker * len(chains) + giver, pairs, assume_unique=True)
+    if mutual.any():
+        at_key = np.array(_places(_by_key(keys)))
+        first = ~mutual | (at_key[giver] < at_key[taker])
+        giver, taker = giver[first], taker[first]
+    return set(zip(giver.tolist(), taker.tolist(), strict=True))
 
 
 def _without_circles(keys: Sequence[Key], hard: Collection[Pair], soft: Collection[Pair]) -> set[Pair]:
     """The soft edges that agree with one order of all chains, which keeps as many as it can."""
-    before: list[set[int]] = [set() for _ in keys]
-    wants: list[set[int]] = [set() for _ in keys]
+    by_key = _by_key(keys)
+    at_key = _places(by_key)
+    before: list[list[int]] = [[] for _ in keys]
+    wants: list[list[int]] = [[] for _ in keys]
     for edges, given in ((hard, before), (soft, wants)):
-        for first, then in edges:
-            given[then].add(first)
-    place = {number: at for at, number in enumerate(_order(keys, before, wants))}
+        for at, then in sorted([(at_key[first], then) for first, then in edges]):
+            given[then].append(by_key[at])
+    place = _places(_order(by_key, before, wants))
     return {(i, j) for i, j in soft if place[i] < place[j]}
 
 
-def _order(keys: Sequence[Key], before: list[set[int]], wants: list[set[int]]) -> list[int]:
-    """All chains, each after those `before` it and, unless that is circular, after those that it wants."""
-    is_open = [False] * len(keys)
-    out: dict[int, None] = {}  # an ordered set
+def _by_key(keys: Sequence[Key]) -> list[int]:
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
-    def earlier(number: int) -> Iterator[int]:
-        yield from sorted(before[number], key=keys.__getitem__)
-        # A wanted chain that must itself come after an open one is part of a circle.
-        yield from (
-            j
-            for j in sorted(wants[number], key=keys.__getitem__)
-            if not any(is_open[hard] for hard in before[j])
-        )
 
-    for root in sorted(range(len(keys)), key=keys.__getitem__):
-        stack = [] if root in out else [(root, earlier(root))]
-        while stack:
-            number, rest = stack[-1]
-            is_open[number] = True
-            following = next((j for j in rest if j not in out and not is_open[j]), None)
-            if following is not None:
-                stack.append((following, earlier(following)))
-                continue
-            stack.pop()
-            is_open[number] = False
-            out[number] = None
-    return list(out)
+def _places(order: Sequence[int]) -> list[int]:
+    """The place of every number in an order of all of them."""
+    out = [0] * len(order)
+    for at, number in enumerate(order):
+        out[number] = at
+    return out
+
+
+def _order(by_key: Sequence[int], before: list[list[int]], wants: list[list[int]]) -> list[int]:
+    """All chains, each after those `before` it and, unless that is circular, after those that it wants.
+
+    Chains come in the order of `by_key`, which both lists are in.
+    """
+    is_new, is_open = [True] * len(by_key), [False] * len(by_key)
+    out: list[int] = []
+
+    def following(hard: Iterator[int], soft: Iterator[int]) -> int | None:
+        for j in hard:
+            if is_new[j]:
+                return j
+        for j in soft:
+            # A wanted chain that must itself come after an open one is part of a circle.
+            if is_new[j] and not (before[j] and any(is_open[other] for other in before[j])):
+                return j
+        return None
+
+    for root in by_key:
+        chosen: int | None = root if is_new[root] else None
+        stack: list[tuple[int, Iterator[int], Iterator[int]]] = []
+        while chosen is not None or stack:
+            if chosen is not None:
+                is_new[chosen], is_open[chosen] = False, True
+                stack.append((chosen, iter(before[chosen]), iter(wants[chosen])))
+            number, hard, soft = stack[-1]
+            chosen = following(hard, soft)
+            if chosen is None:
+                stack.pop()
+                is_open[number] = False
+                out.append(number)
+    return out

@@ -8,10 +8,10 @@ old and new state do not fit together (*tight* ranks); tight ranks that go throu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain as joined
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from nereus.emu.chains import Chain
 from nereus.emu.footprint import Entries, Ints, ranks_of
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
-from nereus.emu.partition import Cut, cut_of
 from nereus.emu.shard_bytes import Sizes
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit, UnitId
@@ -45,8 +44,7 @@ class Room:
     host_bytes_per_s: float = 25e9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """One chain, or one spill. `sends`, `receives` and `copies` are the ranks whose links it takes."""
 
     chain: int
@@ -128,8 +126,7 @@ class Problem:
             releases=((place, amount),),
             spill=Spill(units=units, ranks=ranks, rank_bytes=amount),
         )
-        reader = replace(
-            task,
+        reader = task._replace(
             seconds=task.seconds + seconds,
             releases=tuple(item for item in task.releases if item[0] != place),
             after=(*task.after, len(self.tasks)),
@@ -171,7 +168,7 @@ def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Second
         if reason == "source":
             before.setdefault(then, []).append(first_chain)
     sends, receives = (_masks(lies, len(chains), num_ranks) for lies in (lie.reads, lie.makes))
-    tasks = tuple(
+    tasks = [
         Task(
             chain=number,
             # Above zero, so that what a chain takes is never counted as freed at the same moment.
@@ -180,11 +177,12 @@ def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Second
             receives=receives[number],
             acquires=tuple(acquires.get(number, ())),
             releases=tuple(releases.get(number, ())),
-            after=tuple(sorted(before.get(number, ()))),
+            after=tuple(sorted(before[number])) if number in before else (),
         )
         for number, chain in enumerate(chains)
-    )
-    return Problem(tasks=tasks, bins=bins, used=tuple(used[first].tolist()), cap=tuple(cap[first].tolist()))
+    ]
+    held, caps = (tuple(amounts[first].tolist()) for amounts in (used, cap))
+    return Problem(tasks=tuple(tasks), bins=bins, used=held, cap=caps)
 
 
 class _Bytes:
@@ -212,19 +210,20 @@ def _load(ranks: Ints, amounts: Ints, num_ranks: int) -> Ints:
 
 
 def _amounts(units: Sequence[Unit], sizes: Sizes) -> Ints:
-    """Bytes of the shards of units, one unit after the other."""
-    return np.fromiter(joined.from_iterable(_sizes(units, sizes)), dtype=np.int64)
+    """Bytes of the shards of units, one unit after the other.
 
-
-def _sizes(units: Sequence[Unit], sizes: Sizes) -> Iterator[tuple[int, ...]]:
-    """The sizes of every unit. Units of one model-stage and one cut are replicas: they are asked for once."""
-    last: tuple[str, Cut] | None = None
-    amounts: tuple[int, ...] = ()
+    Units of one model-stage and one cut are replicas: they are asked for once.
+    """
+    known: dict[object, Ints] = {}
+    out: list[Ints] = []
     for unit in units:
-        shape = (unit.id.model_stage, cut_of(unit.layout))
-        if shape != last:
-            last, amounts = shape, sizes(unit)
-        yield amounts
+        cut = unit.layout
+        shape = (unit.id.model_stage, cut.tp, cut.layers, cut.slices, cut.ep, cut.cp)
+        amounts = known.get(shape)
+        if amounts is None:
+            amounts = known[shape] = np.array(sizes(unit), dtype=np.int64)
+        out.append(amounts)
+    return np.concatenate(out) if out else np.zeros(0, dtype=np.int64)
 
 
 def _check_target(used: Ints, cap: Ints) -> None:

@@ -61,11 +61,11 @@ def _alone(problem: Problem, group: Sequence[int]) -> tuple[Problem, list[int]]:
     tasks = []
     for at, number in enumerate(group):
         task = problem.tasks[number]
-        acquires, releases = (
-            tuple((place_of.setdefault(place, len(place_of)), amount) for place, amount in amounts)
-            for amounts in (task.acquires, task.releases)
-        )
-        after = tuple(number_of[other] for other in task.after)
+        for place, _ in (*task.acquires, *task.releases):
+            place_of.setdefault(place, len(place_of))
+        acquires = tuple([(place_of[place], amount) for place, amount in task.acquires])
+        releases = tuple([(place_of[place], amount) for place, amount in task.releases])
+        after = tuple([number_of[other] for other in task.after])
         tasks.append(Task(chain=at, seconds=0.0, acquires=acquires, releases=releases, after=after))
     bins = list(place_of)
     alone = Problem(
