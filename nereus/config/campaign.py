@@ -197,8 +197,8 @@ class CampaignConfig(Frozen):
             return self
         if self.adaptation is not None:
             raise ValueError(
-                "asynchrony and adaptation are both given, but the planner plans for generation and training "
-                "that take turns; give a plan (and changes), or leave asynchrony out"
+                "asynchrony and adaptation are both given, but a running campaign measures and moves only "
+                "generation and training that take turns; give a plan (and changes), or leave asynchrony out"
             )
         for whole in (self.plan, *(change.plan for change in self.changes)) if self.runs_ahead else ():
             generation = set(whole.stage("actor.generation").gpu_ids)
