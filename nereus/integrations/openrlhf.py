@@ -92,7 +92,11 @@ RULES: Mapping[str, Rule] = {
     "max_ckpt_num": Rule(to="checkpoint.keep_last"),
     "save_path": Rule(note=TOGETHER),
     "freezing_actor_steps": Rule(to="algorithm.critic_warmup_steps", read=lambda n: max(0, n)),
-    "async_train": Rule(only=(False, None), otherwise="steps are synchronous"),
+    "async_train": Rule(note=TOGETHER),
+    "async_queue_size": Rule(note=TOGETHER),
+    "partial_rollout": Rule(
+        only=(False, None), otherwise="give asynchrony.segment_tokens: how many tokens until a sync may come"
+    ),
     "agent_func_path": Rule(only=(None,), otherwise="a response is one turn"),
     "lora_rank": Rule(note=TOGETHER),
     "lora_alpha": Rule(note=TOGETHER),
@@ -254,7 +258,11 @@ def _cluster(settings: Mapping[str, Any], tree: Tree) -> None:
     actor = settings.get("actor_num_nodes", 1) * settings.get("actor_num_gpus_per_node", 8)
     engines, engine_tp = settings.get("vllm_num_engines", 0), settings.get("vllm_tensor_parallel_size", 1)
     tp = settings.get("ds_tensor_parallel_size", 1)
-    shared = bool(settings.get("colocate_all_models"))
+    ahead = bool(settings.get("async_train"))
+    # Beside async_train, colocate_all_models puts together what trains, and leaves the engines apart.
+    shared = bool(settings.get("colocate_all_models")) and not ahead
+    if ahead:
+        tree["asynchrony"] = {"staleness": settings.get("async_queue_size", 1)}
     own = 0 if shared else engines * engine_tp
     tree["cluster"] = {"gpus": actor + own, "device": "cuda"}
     plan: Tree = {"actor_training": {"tp": tp, "dp": max(1, actor // tp)}}

@@ -75,6 +75,20 @@ def test_a_script_is_this_campaign_once_the_steps_are_given(script: Path) -> Non
     assert config.name == "qwen3-4b"
 
 
+def test_a_job_that_trains_asynchronously_runs_ahead_on_gpus_of_its_own(script: Path) -> None:
+    found = read_openrlhf(
+        [*words_of(script), "--async_train", "--async_queue_size", "2", "--partial_rollout"]
+    )
+    assert [entry.key for entry in found.of(Fate.UNSUPPORTED)] == ["partial_rollout"]
+    config = found.config()
+    assert config.staleness == 2
+    # The engines are not among the models that are put together.
+    assert config.cluster.gpus == 16
+    assert config.plan.stage("actor.generation").gpu_ids == tuple(range(8, 16))
+    found.tree["adaptation"] = {}
+    assert found.config().runs_ahead
+
+
 def test_dynamic_batches_become_a_limit_in_tokens() -> None:
     words = ["--use_dynamic_batch", "--train_max_tokens_per_gpu", "8192"]
     assert read_openrlhf(words).tree["batch"]["micro_batch_tokens"] == 8192
