@@ -163,9 +163,14 @@ class CampaignConfig(Frozen):
         return self.algorithm.correction is not None or self.engines.rescores
 
     @property
+    def staleness(self) -> int:
+        """Steps that generation may be ahead of training; 0 where they take turns."""
+        return 0 if self.asynchrony is None else self.asynchrony.staleness
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether generation and training run at the same time."""
-        return self.asynchrony is not None and self.asynchrony.staleness > 0
+        return self.staleness > 0
 
     @property
     def rows(self) -> int:
@@ -193,22 +198,34 @@ class CampaignConfig(Frozen):
 
     @model_validator(mode="after")
     def _apart_where_ahead(self) -> CampaignConfig:
-        if self.asynchrony is None:
+        if not self.runs_ahead:
             return self
         if self.adaptation is not None:
-            raise ValueError(
-                "asynchrony and adaptation are both given, but a running campaign measures and moves only "
-                "generation and training that take turns; give a plan (and changes), or leave asynchrony out"
-            )
-        for whole in (self.plan, *(change.plan for change in self.changes)) if self.runs_ahead else ():
+            return self._room_for_both()
+        for whole in (self.plan, *(change.plan for change in self.changes)):
             generation = set(whole.stage("actor.generation").gpu_ids)
             for name in (name for name in self.model_stages if name.endswith(".training")):
                 if shared := sorted(generation & set(whole.stage(name).gpu_ids)):
                     raise ValueError(
                         f"actor.generation and {name} both use GPUs {shared}, but they run at the same time "
-                        f"with asynchrony.staleness = {self.asynchrony.staleness}; give plan.actor_generation"
+                        f"with asynchrony.staleness = {self.staleness}; give plan.actor_generation"
                         " gpus of its own, or set staleness: 0"
                     )
+        return self
+
+    def _room_for_both(self) -> CampaignConfig:
+        """The planner keeps generation and training apart, which takes a GPU for each."""
+        cluster = self.cluster
+        most = {
+            "gpus": cluster.gpus,
+            "max_gpus": cluster.max_gpus,
+            **{f"schedule, before step {one.before_step}": one.max_gpus for one in cluster.schedule},
+        }
+        if short := [f"{name} = {num}" for name, num in most.items() if num is not None and num < 2]:
+            raise ValueError(
+                f"cluster.{short[0]}, but with asynchrony.staleness = {self.staleness} generation and "
+                "training run at the same time on GPUs of their own; give at least 2, or set staleness: 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -345,11 +345,10 @@ class Cluster:
             del self._actors[rank]
         return frozenset(gone)
 
-    def take_busy_s(self) -> dict[str, float]:
-        """Seconds of the busiest worker by kind of work, since this was last asked."""
+    def take_busy_s(self, of: Callable[[str], bool] = lambda what: True) -> dict[str, float]:
+        """Seconds of the busiest worker by kind of work, of these kinds, since this was last asked."""
         with self._lock:
-            taken, self._busy_s = self._busy_s, {}
-        return taken
+            return {what: self._busy_s.pop(what) for what in list(self._busy_s) if of(what)}
 
     def share(self, value: object) -> Any:
         """Put a value into the object store once, to be passed to several workers."""

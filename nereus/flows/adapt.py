@@ -9,16 +9,20 @@ have ended are left while their state can still be copied.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from nereus.flows import events
+from nereus.flows.row_source import current_source
 from nereus.flows.tracking import Future
-from nereus.flows.transition import move_to
+from nereus.flows.transition import move_to, tell_synced
 from nereus.planner.signals import Signals
+from nereus.planner.standstill import Way
 from nereus.planner.workload import Stage
 from nereus.record.decisions import append_decision
 from nereus.tasks.adapt import Adapter, gpus_of, seated_stages, signals_after
-from nereus.tasks.job import Job
+from nereus.tasks.job import Job, Measured
 from nereus.tasks.options import follow_options
 from nereus.tasks.pool import end_drained, follow_grant, give_back, next_change_s, take_new_gpus
 
@@ -26,14 +30,29 @@ from nereus.tasks.pool import end_drained, follow_grant, give_back, next_change_
 def adapt(job: Job) -> None:
     """Follow the drift of load, GPUs and speed, if there is reason to and it pays.
 
-    An aborted transition leaves the job under its old plan. Raises Infeasible when the job cannot stay as it
-    is and no plan fits.
+    An aborted transition leaves the job under its old plan. Generation that runs ahead is at rest meanwhile
+    where the last weight sync was told so; what would have to wait for it is done at the next. Raises
+    Infeasible when the job cannot stay as it is and no plan fits.
     """
     adapter, measured = job.adapter, job.measured
     assert adapter is not None, "the job adapts"
     follow_pool(job)
-    if measured is None:
-        return
+    if measured is not None:
+        _look(job, adapter, measured)
+    source = current_source()
+    source.go_on()
+    if _moves_next(job, adapter):
+        source.rest_next()
+
+
+def _moves_next(job: Job, adapter: Adapter) -> bool:
+    """Whether it is known that the next boundary is one to move at."""
+    step = job.state.step + 1
+    planned = any(change.before_step == step for change in job.config.cluster.schedule)
+    return planned or adapter.controller.policy.asks(step, adapter.history)
+
+
+def _look(job: Job, adapter: Adapter, measured: Measured) -> None:
     signals = signals_after(
         adapter,
         step=job.state.step,
@@ -45,7 +64,14 @@ def adapt(job: Job) -> None:
         changes_s=next_change_s(job),
     )
     if not _follow(job, adapter, signals):
-        follow_options(job)
+
+        @contextmanager
+        def at_rest() -> Iterator[None]:
+            with current_source().at_rest():
+                yield
+                tell_synced(job)
+
+        follow_options(job, at_rest)
 
 
 def leave_in_time(job: Job, coming: Stage, *, beside: Future[object] | None = None) -> None:
@@ -72,7 +98,11 @@ def leave_in_time(job: Job, coming: Stage, *, beside: Future[object] | None = No
 
 def _follow(job: Job, adapter: Adapter, signals: Signals) -> bool:
     """Review the signals, record the decision, and move where it says so; whether the job moved."""
-    outcome = adapter.observe(signals)
+    outcome, source = adapter.observe(signals), current_source()
+    if outcome.way is Way.AT_SYNC and not source.rests:
+        job.listener.on_message(f"before step {job.state.step}: a better plan waits for the next weight sync")
+        source.rest_next()
+        return False
     if outcome.decision is not None:
         append_decision(job.config.run_folder, outcome.decision.to_json())
         job.decided = job.state.step
@@ -81,10 +111,12 @@ def _follow(job: Job, adapter: Adapter, signals: Signals) -> bool:
         job.listener.on_message(f"before step {job.state.step}: {verdict}; {outcome.decision.why}")
     if not outcome.moves:
         return False
-    started = time.perf_counter()
+    if outcome.way is Way.BESIDE:
+        source.go_on()
+    started = time.perf_counter() - source.waited_s
     has_moved = move_to(job, seated_stages(job.stages, outcome.seated))
     if has_moved:
-        adapter.settle(outcome, time.perf_counter() - started)
+        adapter.settle(outcome, time.perf_counter() - source.waited_s - started)
         follow_pool(job)
     return has_moved
 

@@ -14,6 +14,7 @@ from nereus.config import DapoConfig
 from nereus.data.order import Cursor
 from nereus.data.prompt import Prompt
 from nereus.emu.batch import Rollouts
+from nereus.emu.stage import StageSpec
 from nereus.errors import DataError, explain
 from nereus.flows.tracking import Future, Once, Ready
 from nereus.tasks.estimate import length_penalty
@@ -28,7 +29,8 @@ class Gathered:
     """The rows to learn from; their rewards may still be on the way. `cursor` is the data's after them.
 
     `used` are all rows whose prompts the step uses up, None where these are the same. `stage_s` are durations
-    of stages that are not the step's own, because they ran ahead of it. `prompts` are those of the rows where
+    of stages that are not the step's own, because they ran ahead of it; `work_s` those of the busiest worker
+    by kind of work, with the units and sequences at once of `drawn_by`. `prompts` are those of the rows where
     rewards may be on the way.
     """
 
@@ -38,7 +40,18 @@ class Gathered:
     used: Answered | None = None
     stats: Mapping[str, float] = field(default_factory=dict)
     stage_s: Mapping[str, float] = field(default_factory=dict)
+    work_s: Mapping[str, float] = field(default_factory=dict)
+    drawn_by: StageSpec | None = None
     prompts: Sequence[Prompt] = ()
+
+    def work_under(self, spec: StageSpec) -> Mapping[str, float]:
+        """`work_s`, where generation is still as it was when the rows were drawn; else it tells nothing."""
+        return self.work_s if self.drawn_by is not None and alike(self.drawn_by, spec) else {}
+
+
+def alike(one: StageSpec, other: StageSpec) -> bool:
+    """Whether generation takes equally long under both."""
+    return (one.units, one.resident_rows) == (other.units, other.resident_rows)
 
 
 def gather(job: Job, once: Once) -> Gathered:

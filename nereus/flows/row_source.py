@@ -26,11 +26,29 @@ class RowSource(Protocol):
         ...
 
     def advance(self, state: CampaignState, *, synced: bool) -> None:
-        """The job is in this state; if `synced`, generation has its weights. Only inside `weight_sync`."""
+        """The job is in this state; if `synced`, generation has its weights. Only where generation rests."""
         ...
 
     def at_rest(self) -> AbstractContextManager[None]:
         """Inside, generation rests. It waits for that."""
+        ...
+
+    @property
+    def rests(self) -> bool:
+        """Whether generation is at rest already, and stays so until `go_on`."""
+        ...
+
+    def rest_next(self) -> None:
+        """Keep generation at rest from the next weight sync on, until `go_on`: something is to move there."""
+        ...
+
+    def go_on(self) -> None:
+        """Keep generation at rest no longer; also when rows are asked for."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `at_rest` has waited so far."""
         ...
 
     def version(self, job: Job) -> int:
@@ -61,6 +79,22 @@ class InTurn:
     def at_rest(self) -> Iterator[None]:
         """It rests."""
         yield
+
+    @property
+    def rests(self) -> bool:
+        """It rests."""
+        return True
+
+    def rest_next(self) -> None:
+        """It will."""
+
+    def go_on(self) -> None:
+        """It goes on when it is asked for rows."""
+
+    @property
+    def waited_s(self) -> float:
+        """There is nothing to wait for."""
+        return 0.0
 
     def version(self, job: Job) -> int:
         """The newest: every step ends with a sync."""

@@ -106,7 +106,8 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
     job.stage_s.update(gathered.stage_s)
     used = gathered.used or Answered(rollouts=gathered.rollouts, rewards=rewards)
     stats = gathered.stats if adapted is None else {**gathered.stats, **adapted.by_name()}
-    return observe(job, used.rollouts, used.rewards, trained, memory, stats)
+    ahead_s = gathered.work_under(job.stages[GENERATION])
+    return observe(job, used.rollouts, used.rewards, trained, memory, stats, ahead_s=ahead_s)
 
 
 @flow(

@@ -16,7 +16,7 @@ from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.emu.decision import Decision
-from nereus.emu.stage import StageSpec
+from nereus.emu.stage import FromMemory, StageSpec
 from nereus.errors import Infeasible, InvalidOperation, StateLost, explain
 from nereus.flows import events
 from nereus.flows.current import current_job, subflow_of
@@ -27,7 +27,7 @@ from nereus.tasks.counters import adam_steps
 from nereus.tasks.fixed_options import fitted
 from nereus.tasks.job import Job
 from nereus.tasks.plan_move import plan_move
-from nereus.tasks.stages import GENERATION
+from nereus.tasks.stages import GENERATION, REWARD
 from nereus.tasks.survive import on_survivors
 from nereus.tasks.transition import Attempt, apply, begin, decide, operate, rebuild, vote
 from nereus.tasks.transition_picture import draw
@@ -131,6 +131,7 @@ def carry_out(job: Job, transition: Transition) -> Decision:
             if decision.commits and not transition.halfway:
                 with current_source().at_rest():  # all workers enter a new world
                     rebuild.submit(attempt).result()
+                    tell_synced(job)
         finally:
             _back_off(job, transition.asked, decision)
             seconds = time.perf_counter() - started
@@ -144,12 +145,21 @@ def carry_out(job: Job, transition: Transition) -> Decision:
     return decision
 
 
+def tell_synced(job: Job) -> None:
+    """Engines were built; those of generation that hold no weights of their own got the newest."""
+    if not isinstance(job.stages[GENERATION].origin, FromMemory):
+        current_source().advance(job.state, synced=True)
+
+
 def _generation_rests(job: Job, transition: Transition) -> AbstractContextManager[None]:
-    """Nothing, where the operations leave generation and its workers alone: it runs on meanwhile."""
-    now, then = job.stages[GENERATION], transition.stages[GENERATION]
-    touches = now.units != then.units or not set(now.ranks).isdisjoint(transition.movers)
-    moves = touches or transition.halfway
-    return current_source().at_rest() if moves else nullcontext()
+    """Nothing, where the operations leave generation, its reward model and their workers alone: it runs on
+    meanwhile.
+    """
+    touches = transition.halfway
+    for name in {GENERATION, REWARD} & set(job.stages):
+        now, then = job.stages[name], transition.stages[name]
+        touches |= now.units != then.units or not set(now.ranks).isdisjoint(transition.movers)
+    return current_source().at_rest() if touches else nullcontext()
 
 
 def run_operations(attempt: Attempt) -> list[OperationRecord]:

@@ -41,6 +41,7 @@ from nereus.planner.workload import (
     ModelShapes,
     ModelStage,
     Recompute,
+    Schedule,
     Stage,
     Workload,
 )
@@ -153,6 +154,7 @@ def start_adapter(
         thresholds=adaptation.thresholds,
         costs=costs_of(config),
         drain_margin_s=adaptation.drain_margin_s,
+        in_segments=config.asynchrony is not None and config.asynchrony.segment_tokens is not None,
     )
     response = controller.request.workload.response
     signals = Signals(step=step, now_s=time.time(), response=response, pool=gpus_of(pool))
@@ -218,6 +220,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         # Until lengths were measured: a quarter of the limit on average, with a tail up to it.
         response=LengthDistribution.from_mean_p95_max(limit / 4, limit * 3 / 4, limit),
         dtype={"fp32": "float32", "bf16": "bfloat16"}[config.models.precision.value],
+        schedule=Schedule.ahead_by(config.staleness),
         recompute=recompute,
         micro_batch=rows,
         num_epochs=config.batch.epochs,

@@ -15,10 +15,10 @@ from nereus.errors import ConfigError
 from nereus.planner.held import Sizes, leaner, with_layouts
 from nereus.planner.request import PlanRequest, Turns
 from nereus.planner.seating import Seated
-from nereus.planner.workload import ModelStage
+from nereus.planner.workload import ModelStage, Schedule
 from nereus.tasks.adapt import request_of, with_options
 from nereus.tasks.job import Job
-from nereus.tasks.stages import CRITIC
+from nereus.tasks.stages import CRITIC, GENERATION
 
 
 def fitted(job: Job, stages: Mapping[str, StageSpec]) -> Mapping[str, StageSpec]:
@@ -48,6 +48,11 @@ def less_at_once(request: PlanRequest, stages: Mapping[str, StageSpec]) -> Mappi
     fits. Pure.
     """
     request = replace(request, turns=Turns.AUTO)  # a given plan may put two models of a stage on one GPU
+    own = set(stages[GENERATION].ranks)
+    if any(own & set(spec.ranks) for name, spec in stages.items() if name != GENERATION):
+        # The last survivor takes turns, and a given plan may score on the GPUs of generation.
+        workload = replace(request.workload, schedule=Schedule.SYNC)
+        request = replace(request, workload=workload)
     sizes = layouts_of(stages)
     if with_layouts(request, sizes) is not None:
         return stages

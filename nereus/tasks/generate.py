@@ -15,7 +15,7 @@ from nereus.emu.cluster import Call
 from nereus.tasks.dealing import run_dealt
 from nereus.tasks.feeding import Plain, run_fed
 from nereus.tasks.growing import Growing
-from nereus.tasks.job import Job
+from nereus.tasks.job import GENERATE, Job
 from nereus.tasks.stages import GENERATION
 from nereus.tasks.turns import Turns
 
@@ -28,7 +28,7 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
     Where the job has boundaries, one comes before every `asynchrony.segment_tokens` tokens, and what was
     drawn is kept in `job.done` for a try after a failure.
     """
-    with job.stage("generate"):
+    with job.stage(GENERATE):
         samples = job.config.batch.samples
         batch = prompt_batch(prompts, samples, with_greedy=job.config.algorithm.kind == "remax")
         of_row, sampling = prompt_of_rows(prompts, samples, batch.num_rows), sampling_of(job)
@@ -46,7 +46,7 @@ def answers(
     sampling: Sampling,
     version: int,
     *,
-    what: str = "generate",
+    what: str = GENERATE,
 ) -> Rollouts:
     """Whole responses to the rows, whose prompts these are, by the policy that generation has.
 
@@ -119,7 +119,7 @@ def _in_segments(
     assert isinstance(turns, Turns), name
     turns.begin_again()
     piece = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, asynchrony.segment_tokens))
-    _in_rounds(job, turns, piece, at_boundary, "generate")
+    _in_rounds(job, turns, piece, at_boundary, GENERATE)
     return turns.growing.finished()
 
 

@@ -45,6 +45,7 @@ from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.topology import limits_on, topology_of
 from nereus.tasks.weight_sync import plan_weight_sync
 
+GENERATE = "generate"  # the kind of work, and the stage, that draws responses
 KL_BETA = "kl_beta"  # the name under which a control record holds it
 SYNC_DEADLINE_S = 300.0  # far above any sync; a dead peer is noticed by its connection, much earlier
 
@@ -152,7 +153,15 @@ class Job:
         self.began_s = time.perf_counter()
         self.stage_s.clear()
         self.done.clear()
-        self.cluster.take_busy_s()
+        self.take_busy_s()
+
+    def take_busy_s(self) -> dict[str, float]:
+        """Seconds of the busiest worker by kind of work, since this was last asked.
+
+        Those of drawing responses ahead of training are of other steps: they are left to who draws them.
+        """
+        ahead = () if self.config.asynchrony is None else (GENERATE,)
+        return self.cluster.take_busy_s(lambda what: what not in ahead)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -15,10 +15,10 @@ from nereus.emu.timings import COLLECTIVES, Observed
 from nereus.record.step import StepRecord
 from nereus.tasks.device import device
 from nereus.tasks.estimate import num_sampled
-from nereus.tasks.job import Job, Measured
+from nereus.tasks.job import GENERATE, Job, Measured
 from nereus.tasks.processes import processes_now
 from nereus.tasks.score import Rewards
-from nereus.tasks.stages import TRAINING
+from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.turns import turn_stats
 
 
@@ -29,14 +29,17 @@ def observe(
     trained: Mapping[str, TrainMetrics],
     seen: Mapping[Rank, Observed],
     stats: Mapping[str, float] | None = None,
+    *,
+    ahead_s: Mapping[str, float] | None = None,
 ) -> StepRecord:
     """The record of the step that just ended; `job.state` is already the state after it.
 
     Rewards and lengths are those of the sampled rows, also of those that DAPO found to teach nothing; greedy
     rows of ReMax are left out. A response's length is that of all of its tokens, observed ones among them:
     they take time and memory as others do, and the planner goes by that. `stats` are further statistics by
-    name. The overhead is the step's time in which neither a worker nor the driver worked on a stage: Prefect,
-    Ray, and records. A step that was tried again is as long as all its tries.
+    name, `ahead_s` seconds by kind of work of what was done for this step ahead of it, as far as they are of
+    the units of now. The overhead is the step's time in which neither a worker nor the driver worked on a
+    stage: Prefect, Ray, and records. A step that was tried again is as long as all its tries.
     """
     step_s = time.perf_counter() - job.began_s
     rows = num_sampled(job.config, rollouts.batch.num_rows)
@@ -45,12 +48,15 @@ def observe(
     lengths_b = rollouts.batch.response_lens_b[:rows].float()
     prompt_tokens = int(rollouts.batch.prompt_lens_b.sum())
     response_tokens = int(rollouts.batch.response_lens_b.sum())
-    work_s = dict(job.stage_s) | job.cluster.take_busy_s()
+    work_s = dict(job.stage_s)
+    if job.config.asynchrony is not None:
+        work_s.pop(GENERATE, None)  # with the waits for weight syncs
+    work_s |= job.take_busy_s() | dict(ahead_s or {})
     memory_bytes = {rank: one.peak_bytes for rank, one in seen.items()}
     job.measured = Measured(
         lengths_b=lengths_b,
         work_s={} if job.again else work_s,
-        memory_bytes=memory_bytes if device(job.config) == "cuda" else {},
+        memory_bytes=known_memory(job, memory_bytes) if device(job.config) == "cuda" else {},
         terms_s={} if job.again else terms_of(seen.values()),
     )
     actor = trained.get(TRAINING)
@@ -93,8 +99,15 @@ def _of_tools(job: Job, rollouts: Rollouts, rows: int) -> dict[str, float]:
     return turn_stats(rollouts.select(torch.arange(rows))) | failed
 
 
+def known_memory(job: Job, memory_bytes: Mapping[Rank, int]) -> dict[Rank, int]:
+    """With the last peaks of workers that draw responses and could not be asked: the fullest is among all."""
+    before = {} if job.measured is None else job.measured.memory_bytes
+    unasked = set(job.cluster.ranks) & set(job.stages[GENERATION].ranks) - set(memory_bytes)
+    return {**{rank: size for rank, size in before.items() if rank in unasked}, **memory_bytes}
+
+
 CONCURRENT = ("score rewards", "score reference", "score policy", "score values")
-AHEAD = ("generate", "score rewards")
+AHEAD = (GENERATE, "score rewards")
 
 
 def _path_s(work_s: Mapping[str, float]) -> float:

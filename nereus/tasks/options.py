@@ -6,6 +6,8 @@ are made anew around the state that they have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from nereus.emu.stage import FromMemory
@@ -16,10 +18,11 @@ from nereus.tasks.job import Job, build_stages
 from nereus.tasks.stages import GENERATION
 
 
-def follow_options(job: Job) -> None:
+def follow_options(job: Job, at_rest: Callable[[], AbstractContextManager[None]]) -> None:
     """Let the plan in force run with the options that were chosen for the work of now.
 
-    Raises WorkerLost when a worker dies while engines are made anew; the job then is not built.
+    `at_rest` keeps generation at rest, where it runs ahead: inside it engines are made anew. Raises
+    WorkerLost when a worker dies in that; the job then is not built.
     """
     assert job.adapter is not None, "the job adapts"
     chosen = with_options(job.stages, job.adapter.seated)
@@ -32,11 +35,14 @@ def follow_options(job: Job) -> None:
         job.stages = chosen
         return
     counts = adam_steps(job)
-    job.is_built = False
-    job.stages = {
-        name: spec if name == GENERATION else replace(spec, origin=FromMemory(step_count=counts.get(name, 0)))
-        for name, spec in chosen.items()
-    }
-    job.cluster.join()
-    job.weight_sync = build_stages(job.cluster, job.stages, device=device(job.config))
-    job.is_built = True
+    with at_rest():
+        job.is_built = False
+        job.stages = {
+            name: spec
+            if name == GENERATION
+            else replace(spec, origin=FromMemory(step_count=counts.get(name, 0)))
+            for name, spec in chosen.items()
+        }
+        job.cluster.join()
+        job.weight_sync = build_stages(job.cluster, job.stages, device=device(job.config))
+        job.is_built = True

@@ -50,6 +50,20 @@ def test_segments_need_weight_syncs_that_come_in_between() -> None:
         make(asynchrony={"staleness": 0, "segment_tokens": 8})
 
 
-def test_a_job_that_adapts_is_synchronous() -> None:
-    with pytest.raises(ValidationError, match="asynchrony and adaptation"):
-        make(asynchrony={}, plan=APART, adaptation={})
+def test_a_job_that_adapts_keeps_generation_apart_by_itself_if_it_has_two_gpus() -> None:
+    both = make(asynchrony={}, adaptation={})  # the plan, in which they share GPUs, is not used
+    assert both.runs_ahead
+    assert both.staleness == 1
+    assert make(asynchrony={"staleness": 0}, adaptation={}, cluster={"gpus": 1}).staleness == 0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [
+        ({"gpus": 1}, r"cluster.gpus = 1"),
+        ({"gpus": 4, "schedule": [{"before_step": 3, "max_gpus": 1}]}, r"before step 3 = 1"),
+    ],
+)
+def test_one_gpu_is_too_few_to_run_ahead(cluster: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{name}, but .* give at least 2, or set staleness: 0"):
+        make(asynchrony={}, adaptation={}, cluster=cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nereus.config.adaptation import AnyGainPolicy, Thresholds
 from nereus.emu.cluster import PooledGpu
@@ -15,8 +16,8 @@ from nereus.planner.request import PlanRequest
 from nereus.planner.signals import Drift, Gpu, Signals
 from nereus.planner.stage_gains import StageGains
 from nereus.planner.transition_time import FixedCosts
-from nereus.planner.workload import Algorithm, ModelShapes, Workload
-from nereus.tasks.adapt import Adapter
+from nereus.planner.workload import Algorithm, ModelShapes, Stage, Workload
+from nereus.tasks.adapt import Adapter, signals_after
 
 
 def signals(step: int, *, num_gpus: int = 8, mean: float = 500.0) -> Signals:
@@ -91,3 +92,28 @@ def test_a_loss_of_gpus_in_use_counts_towards_the_rate_that_plans_are_rated_by(a
     assert adapter.history.loss_rate(8) == pytest.approx(1 / 8)
     assert survivors.in_use <= {0, 1, 2, 3}
     assert adapter.history.usable == frozenset(range(4))
+
+
+def test_waiting_for_rows_or_a_boundary_is_no_time_of_a_stage(adapter: Adapter) -> None:
+    """Generation that ran ahead and could not be measured leaves what is known of it as it is."""
+    lengths_b = torch.full((16,), 500.0)
+    pool = tuple(PooledGpu(rank=rank, node=0) for rank in range(8))
+    trained_s = adapter.seated.plan.stage_s[Stage.TRAINING]
+
+    def after(step: int, work_s: dict[str, float]) -> Signals:
+        return signals_after(
+            adapter,
+            step=step,
+            lengths_b=lengths_b,
+            work_s=work_s,
+            terms_s={},
+            memory_bytes={},
+            pool=pool,
+        )
+
+    before = after(1, {"generate": 40.0, "learn actor.training": trained_s})
+    waits = {"wait for rows": 1e3, "wait for boundary": 1e3}
+    now = after(2, {**waits, "learn actor.training": trained_s})
+    assert now.stage_s == {"generation": 0.0, "inference": 0.0, "training": trained_s}
+    assert now.efficiency == before.efficiency
+    assert now.calibration.decode == before.calibration.decode

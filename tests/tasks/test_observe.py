@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from nereus.config import CampaignConfig
+from nereus.config.asynchrony import AsynchronyConfig
 from nereus.emu.batch import Rollouts, TokenBatch
 from nereus.record.metrics import MetricsLog
-from nereus.tasks.job import CampaignState, Job
-from nereus.tasks.observe import observe
+from nereus.tasks.adapt import STAGE_OF_WORK
+from nereus.tasks.job import CampaignState, Job, Measured
+from nereus.tasks.observe import known_memory, observe
 from nereus.tasks.score import Rewards
 
 
@@ -23,8 +27,8 @@ class Idle:
     def __init__(self) -> None:
         self.stop = threading.Event()
 
-    def take_busy_s(self) -> dict[str, float]:
-        return {"generate": 10.0}
+    def take_busy_s(self, of: Callable[[str], bool]) -> dict[str, float]:
+        return {what: took for what, took in (("generate", 10.0), ("learn actor.training", 4.0)) if of(what)}
 
 
 class Prepared:
@@ -96,11 +100,42 @@ def test_only_a_step_that_stayed_says_how_fast_its_plan_is(tmp_path: Path) -> No
     job.begin_step()
     observe(job, ROLLOUTS, REWARDS, {}, {})
     assert job.measured is not None
-    assert job.measured.work_s == {"generate": 10.0}
+    assert job.measured.work_s == {"generate": 10.0, "learn actor.training": 4.0}
     job.begin_step()
     observe(job, ROLLOUTS, REWARDS, {}, {})
     assert job.measured.work_s == {}
     assert job.measured.lengths_b.tolist() == [1, 3]
+
+
+def test_what_was_drawn_ahead_counts_as_it_was_measured_there_and_waiting_for_it_as_nothing(
+    tmp_path: Path,
+) -> None:
+    job = job_in(tmp_path)
+    config = Prepared.config.model_copy(update={"asynchrony": AsynchronyConfig(staleness=1)})
+    job.prepared = cast(Any, SimpleNamespace(config=config))
+    job.begin_step()
+    # The wait, and a stage that lasted longer than its work because it waited for weight syncs.
+    job.stage_s |= {"wait for rows": 50.0, "generate": 99.0}
+    observe(job, ROLLOUTS, REWARDS, {}, {}, ahead_s={"generate": 7.0})
+    assert job.measured is not None
+    work_s = job.measured.work_s
+    assert (work_s["generate"], work_s["learn actor.training"]) == (7.0, 4.0)
+    assert not {name for name, took_s in work_s.items() if took_s > 7.0} & set(STAGE_OF_WORK)
+    job.tried = -1
+    job.begin_step()
+    observe(job, ROLLOUTS, REWARDS, {}, {}, ahead_s={})  # drawn by units that are gone
+    assert "generate" not in job.measured.work_s
+
+
+def test_workers_that_draw_and_cannot_be_asked_keep_their_last_peak(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    job.cluster = cast(Any, SimpleNamespace(ranks=(0, 2)))
+    job.stages = {"actor.generation": cast(Any, SimpleNamespace(ranks=(1, 2)))}
+    job.measured = Measured(lengths_b=torch.ones(1), work_s={}, memory_bytes={0: 5, 1: 7, 2: 9})
+    assert known_memory(job, {0: 6}) == {0: 6, 2: 9}
+    assert known_memory(job, {0: 6, 2: 8}) == {0: 6, 2: 8}
+    job.measured = None
+    assert known_memory(job, {0: 6}) == {0: 6}
 
 
 def test_missing_rewards_are_counted_and_left_out_of_the_mean(tmp_path: Path) -> None:
