@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-COST_S = {Tracking.full: 0.3, Tracking.tasks: 0.043, Tracking.step: 0.024}
+COST_S = {Tracking.full: 0.62, Tracking.tasks: 0.11, Tracking.step: 0.038}
 ALLOWED_SHARE = 0.01
 
 

@@ -25,8 +25,8 @@ MEASURED = {
 }
 
 
-def test_costs_are_those_of_the_dearer_database_rounded_up() -> None:
-    assert costs_s(MEASURED) == {"full": 0.3, "tasks": 0.044, "step": 0.025}
+def test_costs_are_those_of_the_dearer_database_and_half_as_much_rounded_up() -> None:
+    assert costs_s(MEASURED) == {"full": 0.45, "tasks": 0.065, "step": 0.038}
 
 
 def test_the_tables_have_every_level_step_length_and_database() -> None:
