@@ -92,8 +92,8 @@ def test_a_reference_whose_only_unit_is_lost_is_read_again_and_nothing_goes_back
     (emergency,) = read_emergencies(job.config.run_folder)
     assert (emergency.way, emergency.steps_redone) == ("transition", 0)
     assert [r.response_tokens for r in still] == [r.response_tokens for r in struck]
-    assert [r.stats["kl_reference"] for r in struck] == pytest.approx(
-        [r.stats["kl_reference"] for r in still], abs=1e-6
+    assert [r.stats["kl/actor"] for r in struck] == pytest.approx(
+        [r.stats["kl/actor"] for r in still], abs=1e-6
     )
 
 
