@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from nereus.record.step import StepRecord
 from nereus.record.transitions import read_transitions
 from nereus.tasks.job import open_job
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.striker import Striker
 
 pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
@@ -224,14 +224,17 @@ def test_a_reasoning_gym_task_gives_prompts_and_scores(make_config: Make) -> Non
 def test_a_set_stop_flag_ends_the_step_within_seconds_and_the_checkpoint_stays(make_config: Make) -> None:
     prepared = prepare_campaign(make_config(steps=50, sampling={"max_new_tokens": 64}, tracking="step"))
     with open_job(prepared, resume=False) as job:
-        timer = threading.Timer(1.0, job.cluster.stop.set)
-        timer.start()
+
+        def strike(step: int, stage: str) -> None:
+            if (step, stage) == (3, "generate"):
+                job.cluster.stop.set()
+
+        job.listener = Striker(strike)
         with pytest.raises(Cancelled):
             run_steps(job)
-        timer.join()
     found = committed(prepared.config.run_folder / "checkpoints")
     records = read_records(prepared.config.run_folder / "metrics.jsonl")
-    assert len(records) >= 1
+    assert len(records) == 3
     saved = [open_checkpoint(path).control.step for path in found]
     assert saved == list(range(2, len(records) + 1, 2))[-2:]
 
