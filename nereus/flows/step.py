@@ -16,6 +16,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import Tracking
 from nereus.emu.batch import TrainMetrics
 from nereus.flows.adapt import leave_in_time
+from nereus.flows.campaign import MAX_CONCURRENT
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.row_source import current_source
 from nereus.flows.step_run import told
@@ -33,8 +34,6 @@ from nereus.tasks.publish import publish
 from nereus.tasks.rates import learning_rate
 from nereus.tasks.score import score_policy, score_reference, score_values
 from nereus.tasks.stages import CRITIC, GENERATION, TRAINING
-
-MAX_CONCURRENT = 8
 
 
 def run_step(job: Job, calls: Calls) -> StepRecord:

@@ -209,7 +209,6 @@ def open_job(prepared: Prepared, *, resume: bool) -> Iterator[Job]:
             halted=halted,
         )
         stack.callback(cluster.close)
-        stack.callback(stop.set)
         adapter = None
         if config.adaptation is not None:
             models, pool = prepared.models, cluster.pool()
