@@ -44,8 +44,8 @@ class Arena:
     """One kind's numbers: `flat`, a contiguous 1-D tensor, and a view of it for each physical tensor.
 
     Gaps between tensors and rows that no piece covers are zero and stay zero under elementwise updates.
-    `views` are the tensors that are allocated: all of them, except while a bounded move fills or empties the
-    arena.
+    `starts` says at which element each tensor begins. `views` are the tensors that are allocated: all of
+    them, except while a bounded move fills or empties the arena.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Arena:
         *,
         allocated: bool = True,
     ) -> None:
-        starts, size = offsets(shard)
+        self.starts, size = offsets(shard)
         self.shard = shard
         self.dtype = dtype
         self.device = torch.device(device)
         self._pages = Pages(size * dtype.itemsize, self.device, whole=allocated)
         self.flat = self._pages.flat.view(dtype)
         self._all: dict[str, Tensor] = {
-            t.name: self.flat[starts[t.name] : starts[t.name] + prod(t.shape)].view(t.shape)
-            for t in shard.tensors
+            t.name: self.flat[at : at + prod(t.shape)].view(t.shape)
+            for t, at in zip(shard.tensors, self.starts.values(), strict=True)
         }
         self.views: dict[str, Tensor] = {}
         if allocated:
@@ -73,11 +73,11 @@ class Arena:
     def part(self, shard: Shard) -> Arena:
         """The tensors of `shard`, which lie here one after the other, as an arena over the same memory."""
         starts, size = offsets(shard)
-        first = offsets(self.shard)[0][shard.tensors[0].name] if shard.tensors else 0
-        inside = {name: offsets(self.shard)[0][name] - first for name in starts}
+        first = self.starts[shard.tensors[0].name] if shard.tensors else 0
+        inside = {name: self.starts[name] - first for name in starts}
         assert inside == starts, "the tensors of a part follow one another"
         out = copy(self)
-        out.shard, out.flat = shard, self.flat[first : first + size]
+        out.shard, out.starts, out.flat = shard, starts, self.flat[first : first + size]
         out._all = {name: self._all[name] for name in starts}
         out.views = {name: self.views[name] for name in starts if name in self.views}
         return out

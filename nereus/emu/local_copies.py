@@ -12,12 +12,12 @@ from functools import partial
 
 from torch import Tensor
 
-from nereus.emu.arena import Arena, ShardState, offsets
+from nereus.emu.arena import Arena, ShardState
 from nereus.emu.lanes import Lane
 from nereus.emu.rank_plan import LocalCopy, Region
 from nereus.kernels.regions import FlatPair, RowPair, copy_rows
 
-Found = tuple[list[RowPair], list[LocalCopy]]
+Found = tuple[list[RowPair], list[LocalCopy], int]
 
 
 def copy_local(copies: Sequence[LocalCopy], old: ShardState, new: ShardState, lane: Lane) -> int:
@@ -25,13 +25,13 @@ def copy_local(copies: Sequence[LocalCopy], old: ShardState, new: ShardState, la
     flats: list[FlatPair] = []
     views: list[tuple[Tensor, Tensor]] = []
     known: dict[tuple[int, int], Found] = {}
-    num_bytes, num_elements = 0, sum([copy.target.num_elements for copy in copies])
+    num_bytes = 0
     for move in copies[0].moves if copies else ():
         source, target = old.arenas[move.source.name], new.arenas[move.target.name]
         shards = id(source.shard), id(target.shard)  # one for all kinds, unless units share an optimizer
         if shards not in known:
             known[shards] = _rows(copies, source, target)
-        rows, others = known[shards]
+        rows, others, num_elements = known[shards]
         flats.append((source.flat, target.flat, rows))
         views += [(view_of(copy.source, source), view_of(copy.target, target)) for copy in others]
         num_bytes += move.target.num_bytes * num_elements
@@ -53,11 +53,13 @@ def view_of(region: Region, arena: Arena) -> Tensor:
 
 
 def _rows(copies: Sequence[LocalCopy], source: Arena, target: Arena) -> Found:
-    """Where copies are read and written, in elements of the two arenas; and those that are no rows."""
-    source_starts, target_starts = offsets(source.shard)[0], offsets(target.shard)[0]
+    """Where copies are read and written, in elements of the two arenas; those that are no rows; and how many
+    elements all of them have.
+    """
     source_held, target_held = source.views, target.views
     out: list[RowPair] = []
     others: list[LocalCopy] = []
+    num_elements = 0
     end = (-1, -1)  # of the last copy, where it is a single row
     for copy in copies:
         read, written = copy.source.physical, copy.target.physical
@@ -66,8 +68,10 @@ def _rows(copies: Sequence[LocalCopy], source: Arena, target: Arena) -> Found:
         a, b = copy.source.rows, copy.target.rows
         if a is None or b is None or (a.num != b.num and a.num > 1 and b.num > 1):
             others.append(copy)
+            num_elements += copy.target.num_elements
             continue
-        source_at, target_at = source_starts[read] + a.at, target_starts[written] + b.at
+        source_at, target_at = source.starts[read] + a.at, target.starts[written] + b.at
+        num_elements += a.num * a.width
         if a.num == 1 and b.num == 1:
             width = a.width
             if (source_at, target_at) == end:
@@ -80,4 +84,4 @@ def _rows(copies: Sequence[LocalCopy], source: Arena, target: Arena) -> Found:
         strides = (a.stride if a.num > 1 else width), (b.stride if b.num > 1 else width)
         out.append((source_at, target_at, num, width, *strides))
         end = -1, -1
-    return out, others
+    return out, others, num_elements

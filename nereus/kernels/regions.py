@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nereus.kernels.dispatch import runs_triton
@@ -24,8 +23,6 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 # Where rows are read and written: first element of each side, rows, elements of a row, elements from the
 # beginning of one row to the next on each side.
 RowPair = tuple[int, int, int, int, int, int]
-_Words = NDArray[np.unsignedinteger[Any]]
-_BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
 FlatPair = tuple[Tensor, Tensor, Sequence[RowPair]]  # flat source, flat target, and what to copy
 
 
@@ -79,12 +76,9 @@ def _copy_bytes(source: Tensor, target: Tensor, rows: Sequence[RowPair]) -> None
         if num == 1:
             written[at : at + length] = read[lo : lo + length]
             continue
-        source_step, target_step = source_stride * size, target_stride * size
-        # Rows of words are copied without a call for each.
-        one = _WORD if (length | lo | at | source_step | target_step) % _WORD.itemsize == 0 else _BYTE
-        shape = num, length // one.itemsize
-        out: _Words = np.ndarray(shape, one, written, at, (target_step, one.itemsize))
-        out[...] = np.ndarray(shape, one, read, lo, (source_step, one.itemsize))
+        row = np.dtype((np.void, length))  # one value, so that rows are copied without a call for each
+        out = np.ndarray(num, row, written, at, target_stride * size)
+        out[...] = np.ndarray(num, row, read, lo, source_stride * size)
 
 
 def _region(source: Tensor, target: Tensor) -> tuple[int, ...] | None:
