@@ -21,7 +21,7 @@ from nereus.config.environment import workers_per_gpu
 from nereus.emu.coordinator import Coordinator
 from nereus.emu.decision import StoreRecord
 from nereus.emu.layout import Rank
-from nereus.emu.ray_calls import answers, start_ray, value_of
+from nereus.emu.ray_calls import answers, end_ray, start_ray, value_of
 from nereus.emu.store import Store
 from nereus.emu.worker import Worker
 from nereus.errors import Cancelled, WorkerLost, explain
@@ -377,4 +377,4 @@ class Cluster:
         self._starting.clear()
         self._store.close()
         if self._owns_ray:
-            ray.shutdown()
+            end_ray()

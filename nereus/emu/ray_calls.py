@@ -1,17 +1,25 @@
-"""Ray's own part: its start, and what a finished call of a worker says."""
+"""Ray's own part: its start, its end, and what a finished call of a worker says."""
 
 from __future__ import annotations
 
 import logging
 import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from nereus.emu.layout import Rank
 from nereus.emu.signals import kept_handler
 from nereus.errors import NereusError, StageFailed, WorkerLost, explain
+
+RAY_FOLDER = str(Path(ray.__file__).parent)
+RAYLET_ENDS_IN_S = 10.0
 
 
 def start_ray(address: str, *, num_gpus: int | None) -> None:
@@ -26,8 +34,41 @@ def start_ray(address: str, *, num_gpus: int | None) -> None:
                 logging_level=logging.ERROR,
             )
     except BaseException:
-        ray.shutdown()
+        end_ray()
         raise
+
+
+def end_ray() -> None:
+    """Leave Ray. The processes of a private one are ended together, after the raylet, which ends the workers:
+    Ray itself ends one after the other and gives each a second.
+    """
+    raylets: list[psutil.Process] = []
+    others: list[psutil.Process] = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(word.startswith(RAY_FOLDER) for word in process.cmdline()):
+                (raylets if process.name() == "raylet" else others).append(process)
+    ender = Thread(target=_kill_after, args=(raylets, others), name="end of Ray")
+    ender.start()
+    ray.shutdown()
+    ender.join()
+
+
+def _kill_after(first: list[psutil.Process], others: list[psutil.Process]) -> None:
+    """Kill the others once the first have ended, or have had their time. Who waits for them is not us."""
+    end = time.monotonic() + RAYLET_ENDS_IN_S
+    while any(map(_runs, first)) and time.monotonic() < end:
+        time.sleep(0.02)
+    for process in others:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def answers(ref: Any) -> bool:

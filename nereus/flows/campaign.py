@@ -6,6 +6,9 @@ the run counts as cancelled.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,15 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import CampaignConfig
 
 MAX_CONCURRENT = 8
+
+
+@atexit.register
+def end_soon() -> None:
+    """Spare the end of the process its collections of garbage over all that the libraries hold, a second or
+    two, for which a cancelled run would wait.
+    """
+    if "triton" not in sys.modules:  # nanobind, with which it is built, reports what is left uncollected
+        gc.freeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

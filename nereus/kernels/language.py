@@ -1,7 +1,8 @@
-"""Triton where it is installed; where it is not, names under which kernels can be defined but not launched.
+"""Triton where kernels can run; elsewhere names under which they can be defined but not launched.
 
-Kernels are compiled for GPUs. With TRITON_INTERPRET=1 in the environment before this module is loaded they
-run on CPU tensors, one program after the other, which is how they are tested without a GPU.
+Kernels are compiled for GPUs, which torch must be built for. With TRITON_INTERPRET=1 in the environment
+before this module is loaded they run on CPU tensors, one program after the other, which is how they are
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import importlib.util
 import os
 from typing import Any
 
+import torch
+
 __all__ = ["HAS_TRITON", "INTERPRETED", "cdiv", "jit", "narrow", "power_of_2", "tl"]
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+_INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = _INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = INTERPRETED or (_INSTALLED and (torch.version.cuda or torch.version.hip) is not None)
 
 
 class _Absent:
