@@ -18,6 +18,8 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -96,14 +98,19 @@ class Results:
         whole.replace(self._path)
 
 
-def stepper(wait_s: float = 0.0) -> Callable[[str, int], None]:
-    """A function that runs a step of eight waiting stages under a level, in the current flow run."""
+def stepper(wait_s: float = 0.0, shared: int = 1) -> Callable[[str, int], None]:
+    """A function that runs a step of eight waiting stages under a level, in the current flow run. At level
+    `step` so many steps are `shared` by a task run.
+    """
     from prefect import flow, task
     from prefect.cache_policies import NO_CACHE
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
     from prefect.task_runners import ThreadPoolTaskRunner
 
+    from nereus.flows.step_run import StepRuns
     from nereus.flows.tracking import PlainCalls, TaskRuns
+    from nereus.record.step import StepRecord
+    from tests.record.records import make_record
 
     @task(name="stage", cache_policy=NO_CACHE)
     def stage(number: int) -> int:
@@ -118,17 +125,18 @@ def stepper(wait_s: float = 0.0) -> Callable[[str, int], None]:
     def step_flow(number: int) -> None:
         stages(TaskRuns())
 
-    @task(name="step", cache_policy=NO_CACHE)
-    def step_task(number: int) -> None:
+    def plain(number: int) -> StepRecord:
         with PlainCalls() as calls:
             stages(calls)
+        return make_record(number)
+
+    runs = StepRuns()
 
     def step(level: str, number: int) -> None:
         if level == "none":
-            with PlainCalls() as calls:
-                stages(calls)
+            plain(number)
         elif level == "step":
-            step_task(number)
+            runs.step(number, shared, partial(plain, number))
         elif level == "tasks":
             stages(TaskRuns())
         else:
@@ -162,11 +170,11 @@ def measure_levels(results: Results, num: int, gap_s: float = 1.0) -> None:
         def act(level: str = level, step: Callable[[str, int], None] = step) -> dict[str, float]:
             walls, cpus = [], []
             for number in range(num + 2):
-                time.sleep(gap_s)
                 began, cpu = time.perf_counter(), cpu_s()
                 step(level, number)
                 walls.append(time.perf_counter() - began)
-                cpus.append(cpu_s() - cpu)
+                time.sleep(gap_s)
+                cpus.append(cpu_s() - cpu)  # a task run may end after its step
             walls, cpus = walls[2:], cpus[2:]
             return {
                 "p50_ms": 1e3 * median(walls),
@@ -180,30 +188,37 @@ def measure_levels(results: Results, num: int, gap_s: float = 1.0) -> None:
 
 
 def measure_auto(results: Results, num: int) -> None:
-    """The share of a step that tracking takes where `auto` chooses, against the same step untracked."""
+    """The share of a step that tracking takes where `auto` chooses, against the same steps untracked: some
+    of the one and as many of the other take turns, four seconds at least.
+    """
     from nereus.config import Tracking
-    from nereus.flows.tracking import ALLOWED_SHARE, COST_S, level
+    from nereus.flows.tracking import ALLOWED_SHARE, COST_S, level, steps_a_run
 
     shortest_s = sorted(1.03 * cost_s / ALLOWED_SHARE for cost_s in COST_S.values())
-    for step_s in (1.0, *shortest_s):  # steps that are just long enough for their level
-        chosen = str(level(Tracking.auto, step_s))
+    for step_s in (0.25, 1.0, *shortest_s):  # and steps that are just long enough for their level
+        chosen, shared = str(level(Tracking.auto, step_s)), steps_a_run(Tracking.auto, step_s)
         name = f"auto {step_s:.2g} s"
         if name in results.values:
             continue
 
-        def act(chosen: str = chosen, step_s: float = step_s) -> dict[str, Any]:
-            step = stepper(step_s)
+        def act(chosen: str = chosen, shared: int = shared, step_s: float = step_s) -> dict[str, Any]:
+            step, steps = stepper(step_s, shared), shared * ceil(4.0 / (shared * step_s))
             times: dict[str, list[float]] = {"none": [], chosen: []}
             for number in range(num + 1):
                 for which, taken in times.items():
                     began = time.perf_counter()
-                    step(which, number)
+                    for index in range(steps):
+                        step(which, number * steps + index)
                     if number:
                         taken.append(time.perf_counter() - began)
             plain, tracked = median(times["none"]), median(times[chosen])
-            worst = max(times[chosen]) / plain - 1
-            share = tracked / plain - 1
-            return {"level": chosen, "share": share, "worst_share": worst, "load": os.getloadavg()[0]}
+            return {
+                "level": chosen,
+                "steps_a_run": shared,
+                "share": tracked / plain - 1,
+                "worst_share": max(times[chosen]) / plain - 1,
+                "load": os.getloadavg()[0],
+            }
 
         results.put(name, in_campaign(act))
 

@@ -125,7 +125,8 @@ class CampaignConfig(Frozen):
     """Write `trace.json` into the run folder: stages, calls and collectives of all workers, for Perfetto."""
     tracking: Tracking = Tracking.auto
     """`full`: a subflow a step and a task a stage; `tasks`: a task a stage; `step`: one task a step; `auto`
-    takes the fullest whose overhead stays below 1 % of the measured step."""
+    takes the fullest whose overhead stays below 1 % of the measured step, one task for several steps where
+    those are short."""
 
     @property
     def run_folder(self) -> Path:

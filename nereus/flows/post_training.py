@@ -9,6 +9,7 @@ from it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 from prefect.runtime import flow_run
@@ -23,8 +24,8 @@ from nereus.flows.orphan import ended_with_worker
 from nereus.flows.recovery import surviving
 from nereus.flows.row_source import current_source
 from nereus.flows.run_log import logged
-from nereus.flows.step import tracked_step
-from nereus.flows.tracking import level, unseen
+from nereus.flows.step import Tracker
+from nereus.flows.tracking import unseen
 from nereus.flows.transition import follow_plan
 from nereus.record.report import write_report
 from nereus.tasks.checkpoint import export_model, save_checkpoint
@@ -85,17 +86,15 @@ def run_steps(job: Job, stop: int | None = None, between: Callable[[Job], None] 
 
     Where the campaign is asynchronous, the rows of later steps are drawn meanwhile.
     """
-    last_step_s: float | None = None
-    with generating(job, end=lambda: last_step(job, stop)):
+    with generating(job, end=lambda: last_step(job, stop)), closing(Tracker(job.config.tracking)) as tracker:
         if not is_recorded(job):
             surviving(job, evaluate_if_due)
         while job.state.step < last_step(job, stop):
             surviving(job, between)
             surviving(job, follow_plan if job.adapter is None else adapt)
-            record = surviving(job, partial(tracked_step, level=level(job.config.tracking, last_step_s)))
+            record = surviving(job, tracker.step)
             job.finish_step(record)
             size_processes(job, record)
-            last_step_s = record.step_s
             surviving(job, partial(save_if_due, last=last_step(job, stop)))
             surviving(job, copy_if_due)
             surviving(job, evaluate_if_due)

@@ -9,6 +9,7 @@ Before inference and before training a job that adapts leaves the GPUs that woul
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -19,8 +20,8 @@ from nereus.flows.adapt import leave_in_time
 from nereus.flows.campaign import MAX_CONCURRENT
 from nereus.flows.current import current_job, subflow_of
 from nereus.flows.row_source import current_source
-from nereus.flows.step_run import told
-from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns
+from nereus.flows.step_run import StepRuns
+from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns, level, steps_a_run
 from nereus.planner.workload import Stage
 from nereus.record.step import StepRecord
 from nereus.tasks.estimate import estimate
@@ -120,14 +121,31 @@ def step_flow(number: int) -> StepRecord:
     return run_step(current_job(), TaskRuns())
 
 
-def tracked_step(job: Job, level: Tracking) -> StepRecord:
-    """Run the next step and tell the server as much of it as `level` says."""
-    if level == Tracking.step:
-        with told(job.state.step) as outcome, PlainCalls() as calls:
-            record = run_step(job, calls)
-            outcome.complete(record)
+class Tracker:
+    """Runs steps, and tells the server as much of each as the setting and the length of the last one say."""
+
+    def __init__(self, setting: Tracking) -> None:
+        self._setting = setting
+        self._last_step_s: float | None = None
+        self._runs = StepRuns()
+
+    def close(self) -> None:
+        """No step follows."""
+        self._runs.close()
+
+    def step(self, job: Job) -> StepRecord:
+        """Run the next step."""
+        record = self._run(job, level(self._setting, self._last_step_s))
+        self._last_step_s = record.step_s
         return record
-    if level == Tracking.tasks:
-        return run_step(job, TaskRuns())
-    with subflow_of(job):
-        return step_flow(job.state.step)
+
+    def _run(self, job: Job, shown: Tracking) -> StepRecord:
+        if shown == Tracking.step:
+            with PlainCalls() as calls:
+                num = steps_a_run(self._setting, self._last_step_s)
+                return self._runs.step(job.state.step, num, partial(run_step, job, calls))
+        self._runs.end()
+        if shown == Tracking.tasks:
+            return run_step(job, TaskRuns())
+        with subflow_of(job):
+            return step_flow(job.state.step)

@@ -1,8 +1,8 @@
 """How much of a step the Prefect server is told, in proportion to the step's length.
 
-Measured with a server on SQLite, a campaign of six stages a step: a subflow with a task run a stage costs
-0.2-0.3 s, task runs alone 43 ms, one task run a step 24 ms. `auto` takes the fullest level that stays below
-one percent.
+A subflow with a task run a stage costs most, one task run a step least (docs/design/tracking.md). `auto`
+takes the fullest level that stays below one percent; where none does, so many steps share a task run that it
+does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import ceil
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
@@ -43,6 +44,13 @@ def level(setting: Tracking, last_step_s: float | None) -> Tracking:
         return Tracking.tasks
     fitting = (name for name, cost_s in COST_S.items() if cost_s <= ALLOWED_SHARE * last_step_s)
     return next(fitting, Tracking.step)
+
+
+def steps_a_run(setting: Tracking, last_step_s: float | None) -> int:
+    """How many steps share a task run at level `step`: with `auto` as many as keep its share allowed."""
+    if setting != Tracking.auto or last_step_s is None:
+        return 1
+    return max(1, ceil(COST_S[Tracking.step] / (ALLOWED_SHARE * last_step_s)))
 
 
 class Future(Protocol[R_co]):

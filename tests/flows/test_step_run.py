@@ -1,8 +1,9 @@
-"""The server hears of a step that is tracked as one task run: how it ended, and no sooner."""
+"""The server hears of steps that are tracked as one task run: how they ended, and no sooner."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 from prefect import flow
@@ -11,7 +12,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.runtime import flow_run
 
 from nereus.errors import WorkerLost
-from nereus.flows.step_run import told
+from nereus.flows.step_run import StepRuns
 from nereus.record.step import StepRecord
 from tests.record.records import make_record
 
@@ -32,18 +33,37 @@ def states_of(flow_run_id: str, wanted: int) -> dict[str, str | None]:
     raise AssertionError(f"{ended} after 10 s")
 
 
+def fail() -> StepRecord:
+    raise WorkerLost("worker 3 is gone")
+
+
 @pytest.mark.usefixtures("server")
-def test_a_step_is_a_task_run_that_ends_as_the_step_does() -> None:
+def test_steps_are_task_runs_that_end_as_the_steps_do() -> None:
     seen: list[str] = []
 
     @flow
-    def run() -> StepRecord:
+    def run() -> list[int]:
         seen.append(str(flow_run.id))
-        with pytest.raises(WorkerLost, match="worker 3"), told(4):
-            raise WorkerLost("worker 3 is gone")
-        with told(5) as outcome:
-            outcome.complete(make_record(5))
-            return outcome.result()
+        runs = StepRuns()
+        with pytest.raises(WorkerLost, match="worker 3"):
+            runs.step(4, 1, fail)
+        taken = [runs.step(number, 3, partial(make_record, number)).step for number in range(4, 8)]
+        with pytest.raises(WorkerLost, match="worker 3"):
+            runs.step(8, 3, fail)
+        taken.append(runs.step(8, 3, partial(make_record, 8)).step)
+        runs.close()
+        return taken
 
-    assert run().step == 5
-    assert states_of(seen[0], 2) == {"step 4": "Failed", "step 5": "Completed"}
+    assert run() == [4, 5, 6, 7, 8]
+    assert states_of(seen[0], 4) == {
+        "step 4": "Failed",
+        "steps 4 to 6": "Completed",
+        "steps 7 to 9": "Failed",
+        "steps 8 to 10": "Completed",
+    }
+
+
+def test_outside_of_a_flow_run_a_step_is_just_taken() -> None:
+    runs = StepRuns()
+    assert runs.step(5, 1, partial(make_record, 5)).step == 5
+    runs.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from nereus.config import Tracking
-from nereus.flows.tracking import ALLOWED_SHARE, COST_S, TaskRuns, level
+from nereus.flows.tracking import ALLOWED_SHARE, COST_S, TaskRuns, level, steps_a_run
 
 
 @pytest.mark.parametrize("setting", [Tracking.full, Tracking.tasks, Tracking.step])
@@ -30,6 +32,14 @@ def test_auto_takes_the_fullest_level_that_costs_under_one_percent(fullest: Trac
 
 def test_auto_shows_task_runs_until_a_step_was_measured() -> None:
     assert level(Tracking.auto, None) == Tracking.tasks
+
+
+@given(step_s=st.floats(1e-3, 1e3))
+def test_short_steps_share_a_task_run_so_that_auto_costs_under_one_percent(step_s: float) -> None:
+    num = steps_a_run(Tracking.auto, step_s)
+    assert COST_S[Tracking.step] <= ALLOWED_SHARE * step_s * num * (1 + 1e-9)
+    assert num == 1 or COST_S[Tracking.step] > ALLOWED_SHARE * step_s * (num - 1)
+    assert steps_a_run(Tracking.step, step_s) == 1, "who names a level gets it"
 
 
 class Looked:
