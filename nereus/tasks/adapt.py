@@ -71,6 +71,7 @@ STAGE_OF_WORK = {
     "generate": Stage.GENERATION,
     "score reference": Stage.INFERENCE,
     "score values": Stage.INFERENCE,
+    "score policy": Stage.TRAINING,
     "score frozen": Stage.TRAINING,
     "learn actor.training": Stage.TRAINING,
     "learn critic.training": Stage.TRAINING,

@@ -94,6 +94,28 @@ def test_a_loss_of_gpus_in_use_counts_towards_the_rate_that_plans_are_rated_by(a
     assert adapter.history.usable == frozenset(range(4))
 
 
+@pytest.mark.parametrize(
+    ("stage", "names"),
+    [
+        (Stage.INFERENCE, ("score reference", "score values")),
+        (Stage.TRAINING, ("score policy", "score frozen", "learn actor.training", "learn critic.training")),
+    ],
+)
+def test_all_work_that_the_cost_model_prices_in_a_stage_is_measured_as_its_time(
+    adapter: Adapter, stage: Stage, names: tuple[str, ...]
+) -> None:
+    told = signals_after(
+        adapter,
+        step=1,
+        lengths_b=torch.full((16,), 500.0),
+        work_s=dict.fromkeys(names, 2.0),
+        terms_s={},
+        memory_bytes={},
+        pool=tuple(PooledGpu(rank=rank, node=0) for rank in range(8)),
+    )
+    assert told.stage_s[str(stage)] == 2.0 * len(names)
+
+
 def test_waiting_for_rows_or_a_boundary_is_no_time_of_a_stage(adapter: Adapter) -> None:
     """Generation that ran ahead and could not be measured leaves what is known of it as it is."""
     lengths_b = torch.full((16,), 500.0)
