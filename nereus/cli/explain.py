@@ -14,7 +14,7 @@ from nereus.record.transitions import read_transitions, told
 
 if TYPE_CHECKING:  # loaded when a transition is explained, so that --help is instant
     from nereus.emu.stage import StageSpec
-    from nereus.tasks.transition_plan import Transition
+    from nereus.tasks.planned_transition import Transition
 
 MemoryGb = Annotated[
     float | None,

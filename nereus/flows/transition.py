@@ -27,11 +27,11 @@ from nereus.tasks.counters import adam_steps
 from nereus.tasks.fixed_options import fitted
 from nereus.tasks.job import Job
 from nereus.tasks.plan_move import plan_move
+from nereus.tasks.planned_transition import Asked, Transition, asked_of
 from nereus.tasks.stages import GENERATION, REWARD
 from nereus.tasks.survive import on_survivors
 from nereus.tasks.transition import Attempt, apply, begin, decide, operate, rebuild, vote
 from nereus.tasks.transition_picture import draw
-from nereus.tasks.transition_plan import Asked, Transition, asked_of
 
 MAX_CONCURRENT = 16
 

@@ -9,8 +9,9 @@ from nereus.emu.stage import StageSpec
 from nereus.tasks.device import device
 from nereus.tasks.job import Job
 from nereus.tasks.memory_room import memory_room
+from nereus.tasks.planned_transition import Transition
 from nereus.tasks.topology import limits_on, topology_of
-from nereus.tasks.transition_plan import Transition, plan_transition
+from nereus.tasks.transition_plan import plan_transition
 
 
 def plan_move(

@@ -31,8 +31,8 @@ from nereus.record.transitions import OperationRecord
 from nereus.tasks.control import control_record
 from nereus.tasks.device import device
 from nereus.tasks.job import Job, build_stages
+from nereus.tasks.planned_transition import PlannedOperation, Transition
 from nereus.tasks.stages import TRAINING
-from nereus.tasks.transition_plan import PlannedOperation, Transition
 
 DEADLINE_S = 600.0  # of one operation; a dead peer is noticed by its connection, much earlier
 

@@ -10,7 +10,7 @@ from prefect.artifacts import create_markdown_artifact
 from nereus.emu.transition_svg import svg
 from nereus.emu.transition_text import explain
 from nereus.tasks.job import Job
-from nereus.tasks.transition_plan import Transition
+from nereus.tasks.planned_transition import Transition
 
 FOLDER = "transitions"
 

@@ -12,108 +12,33 @@ model that does not change and of which no whole unit is left is read from its f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nereus.emu.bounded import Change, choose_together
 from nereus.emu.chain_time import Seconds
 from nereus.emu.chains import Chain
-from nereus.emu.graph import Node, TransitionGraph, build_graph
+from nereus.emu.graph import TransitionGraph, build_graph
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.optimizer_slices import seat
 from nereus.emu.placement import Placement
 from nereus.emu.precedence import precedence
-from nereus.emu.rank_plan import Mode, RankPlan
 from nereus.emu.reshard import Limits, ReshardPlan
-from nereus.emu.schedule import Schedule, schedule
+from nereus.emu.schedule import schedule
 from nereus.emu.schedule_problem import Room
 from nereus.emu.shard_bytes import sizes_of
 from nereus.emu.stage import StageSpec
 from nereus.emu.target import place_target
-from nereus.emu.tensor import ModelSpec
 from nereus.emu.topology import Topology
-from nereus.emu.transaction import Order
-from nereus.emu.transition_text import node_text
 from nereus.emu.unit import ClusterState, Unit
 from nereus.errors import InvalidOperation, explain
 from nereus.tasks.memory_room import held_bytes
+from nereus.tasks.planned_transition import Stages, Transition, asked_of
 from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.whole_move import whole_chain, whole_plan
+from nereus.tasks.worker_orders import planned_operations
 
 AMPLE = Room(cap_bytes=1 << 60)
-Stages = Mapping[str, StageSpec]
-Asked = frozenset[tuple[str, tuple[Layout, ...]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedOperation:
-    """One operation of the graph. `after` are the ids of those it waits for.
-
-    `orders` say what each worker that takes part has to do; they are empty where the operation `carrier` of
-    the same chain moves the bytes, so that `bytes` is 0. `ranks` are the GPUs whose units it touches.
-    """
-
-    id: str
-    kind: str
-    model_stage: str
-    text: str
-    after: tuple[str, ...]
-    ranks: tuple[Rank, ...]
-    orders: Mapping[Rank, Order]
-    bytes: int
-    carrier: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transition:
-    """What changes: operations in the order of the schedule, predecessors first, and all model-stages after.
-
-    `plans` are the reshard plans by chain; `in_memory` are the model-stages whose state lies in the workers
-    after the commit, the others are synced, or read from their folders; `asked` is the plan before ranks were
-    permuted. Model-stages in `bounded` are moved after the decision, freeing what has moved. A transition
-    that is `halfway` leads to units from which another one leads on to the plan; nothing is built in between.
-    """
-
-    schedule: Schedule
-    plans: Mapping[str, ReshardPlan]
-    operations: tuple[PlannedOperation, ...]
-    stages: Stages
-    in_memory: frozenset[str]
-    asked: Asked
-    bounded: frozenset[str] = frozenset()
-    halfway: bool = False
-
-    @property
-    def graph(self) -> TransitionGraph:
-        """The operations and who waits for whom."""
-        return self.schedule.graph
-
-    @property
-    def movers(self) -> tuple[Rank, ...]:
-        """The workers that have a part."""
-        return tuple(sorted({rank for operation in self.operations for rank in operation.orders}))
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that cross between workers, a weight sync that follows not counted."""
-        return sum(plan.bytes for plan in self.plans.values())
-
-    @property
-    def lower_bound(self) -> int:
-        """The least that any transfer to this placement can move."""
-        return sum(plan.lower_bound for plan in self.plans.values())
-
-    @property
-    def text(self) -> str:
-        """The new plan of every model-stage that moves, for people."""
-        moved = dict.fromkeys(operation.model_stage for operation in self.operations)
-        named = (f"{name} to {self.stages[name].text}" for name in moved if name in self.stages)
-        return f"moving {', '.join(named) or 'generation only'} ({self.bytes / 1e6:.1f} MB)"
-
-
-def asked_of(stages: Stages) -> Asked:
-    """A plan by what tells it from others: the units of every model-stage."""
-    return frozenset((name, spec.units) for name, spec in stages.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +170,7 @@ def _plan(
     return Transition(
         schedule=found,
         plans=plans,
-        operations=tuple(_operations(found, plans, models, bounded)),
+        operations=tuple(planned_operations(found, plans, models, bounded)),
         stages=_placed(then, units),
         in_memory=frozenset(targets),
         asked=asked_of(then),
@@ -360,75 +285,6 @@ def _with_chain(graph: TransitionGraph, chain: Chain, held: Sequence[Unit]) -> T
 def _timed_by(plans: Mapping[str, ReshardPlan]) -> Seconds:
     """A chain takes as long as its plan says, on the topology that it was made for."""
     return lambda chain: plans[chain.id].seconds() if chain.makes else 0.0
-
-
-def _operations(
-    found: Schedule,
-    plans: Mapping[str, ReshardPlan],
-    models: Mapping[str, ModelSpec],
-    bounded: Collection[str],
-) -> Iterable[PlannedOperation]:
-    """Every operation in the order of the schedule, which puts predecessors first."""
-    graph = found.graph
-    nodes: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        if node.kind != "spill":
-            nodes.setdefault(node.chain, []).append(node)
-    for slot in found.slots:
-        if slot.spill is not None:
-            continue  # workers cannot spill yet: a room without end asks for none
-        chain = graph.chains[slot.chain]
-        leader = nodes[slot.chain][0]
-        for node in nodes[slot.chain]:
-            plan = plans.get(chain.id) if node.leads else None
-            yield PlannedOperation(
-                id=node.id,
-                kind=node.kind,
-                model_stage=chain.model_stage,
-                text=node_text(graph, node, None if plan is None else plan.bytes),
-                after=graph.predecessors(node.id),
-                ranks=tuple(sorted(_ranks(chain))),
-                orders=_orders(chain, plan, models, bounded) if node.leads else {},
-                bytes=0 if plan is None else plan.bytes,
-                carrier=None if node.leads else leader.id,
-            )
-
-
-def _ranks(chain: Chain) -> set[Rank]:
-    return {rank for unit in (*chain.reads, *chain.ends, *chain.makes) for rank in unit.layout.ranks}
-
-
-def _orders(
-    chain: Chain, plan: ReshardPlan | None, models: Mapping[str, ModelSpec], bounded: Collection[str]
-) -> dict[Rank, Order]:
-    """What each worker does for a chain: its part of the plan, or dropping a shard where nothing is made."""
-    if plan is not None:
-        source = chain.reads[0].model_stage if chain.reads else chain.model_stage
-        mode: Mode = "bounded" if chain.model_stage in bounded else "shadow"
-        stored = None if plan.source == plan.model else plan.source
-        return {
-            rank: Order(
-                source=source,
-                target=chain.model_stage,
-                model=plan.model,
-                plan=plan.rank_plan(rank, mode),
-                stored=stored,
-            )
-            for rank in plan.ranks
-        }
-    model = models[chain.model]
-    return {
-        rank: Order(source=chain.model_stage, target=chain.model_stage, model=model, plan=_drop(unit, rank))
-        for unit in chain.ends
-        for rank in unit.layout.ranks
-    }
-
-
-def _drop(unit: Unit, rank: Rank) -> RankPlan:
-    """A plan of a rank that gives up its shard: nothing is sent, and the commit frees it."""
-    return RankPlan(
-        rank=rank, ranks=(), digest=f"drop {unit.id}", mode="shadow", old=unit, new=None, chunks=()
-    )
 
 
 def _placed(then: Stages, units: Mapping[str, tuple[Layout, ...]]) -> dict[str, StageSpec]:

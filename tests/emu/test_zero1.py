@@ -17,8 +17,9 @@ from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, FromStage, 
 from nereus.emu.transaction import Order
 from nereus.errors import NoSource
 from nereus.tasks import peer_copy, peer_places
+from nereus.tasks.planned_transition import Transition
 from nereus.tasks.stages import GENERATION
-from nereus.tasks.transition_plan import Transition, plan_transition
+from nereus.tasks.transition_plan import plan_transition
 from tests.emu.driver import NAME, Driver, do, stage, tensors
 from tests.emu.engines.torch_cases import QWEN2, SMALL, Random, make_batch
 

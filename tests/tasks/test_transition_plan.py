@@ -14,8 +14,9 @@ from nereus.emu.layout import Layout
 from nereus.emu.stage import FromStage, Role, StageSpec
 from nereus.errors import InvalidOperation, NoSource
 from nereus.tasks.memory_room import held_bytes
+from nereus.tasks.planned_transition import Transition, asked_of
 from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, TRAINING
-from nereus.tasks.transition_plan import Transition, asked_of, plan_transition
+from nereus.tasks.transition_plan import plan_transition
 
 MODEL = DecoderConfig(
     vocab_size=32,
