@@ -97,7 +97,7 @@ RULES: Mapping[str, Rule] = {
     "partial_rollout": Rule(
         only=(False, None), otherwise="give asynchrony.segment_tokens: how many tokens until a sync may come"
     ),
-    "agent_func_path": Rule(only=(None,), otherwise="a response is one turn"),
+    "agent_func_path": Rule(only=(None,), otherwise="give tools.function, a function that answers a turn"),
     "lora_rank": Rule(note=TOGETHER),
     "lora_alpha": Rule(note=TOGETHER),
     "target_modules": Rule(note=TOGETHER),

@@ -37,6 +37,11 @@ ESTIMATORS = {
 KL_KINDS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 TOGETHER = "read together with others"
 
+SCHEDULE = Rule(
+    to="optimizer.schedule",
+    only=("constant", "cosine", "linear"),
+    otherwise="schedules are constant, cosine, linear",
+)
 RULES: Mapping[str, Rule] = {
     "data.train_files": Rule(to="prompts.source.path", read=lambda value: _one_file(value)),
     "data.prompt_key": Rule(to="prompts.source.prompt"),
@@ -88,8 +93,8 @@ RULES: Mapping[str, Rule] = {
     f"{ACTOR}optim.lr_warmup_steps": Rule(to="optimizer.warmup_steps", read=lambda n: max(0, n)),
     f"{ACTOR}optim.weight_decay": Rule(to="optimizer.weight_decay"),
     f"{ACTOR}optim.betas": Rule(note=TOGETHER),
-    f"{ACTOR}optim.lr_scheduler_type": Rule(to="optimizer.schedule", only=("constant", "cosine", "linear")),
-    f"{ACTOR}optim.warmup_style": Rule(to="optimizer.schedule", only=("constant", "cosine", "linear")),
+    f"{ACTOR}optim.lr_scheduler_type": SCHEDULE,
+    f"{ACTOR}optim.warmup_style": SCHEDULE,
     f"{ACTOR}megatron.tensor_model_parallel_size": Rule(note=TOGETHER),
     f"{ACTOR}megatron.pipeline_model_parallel_size": Rule(note=TOGETHER),
     f"{ACTOR}ulysses_sequence_parallel_size": Rule(note=TOGETHER),
@@ -105,8 +110,9 @@ RULES: Mapping[str, Rule] = {
     f"{ROLLOUT}top_k": Rule(to="sampling.top_k", read=lambda k: None if k in (-1, 0) else k),
     f"{ROLLOUT}ignore_eos": Rule(to="sampling.ignore_eos"),
     f"{ROLLOUT}tensor_model_parallel_size": Rule(note=TOGETHER),
-    f"{ROLLOUT}multi_turn.enable": Rule(only=(False, None), otherwise="a response is one turn"),
-    f"{ROLLOUT}mode": Rule(only=("sync", None), otherwise="steps are synchronous"),
+    f"{ROLLOUT}multi_turn.enable": Rule(note=TOGETHER),
+    f"{ROLLOUT}multi_turn.max_assistant_turns": Rule(note=TOGETHER),
+    f"{ROLLOUT}mode": Rule(note="how verl calls its engine; a step learns from its own responses either way"),
     f"{REF}model.path": Rule(to="models.reference"),
     "critic.model.path": Rule(to="models.critic"),
     "critic.optim.lr": Rule(to="algorithm.critic_learning_rate"),
@@ -161,6 +167,8 @@ NOT_NEEDED = (
     f"{ROLLOUT}disable_log_stats",
     f"{ROLLOUT}do_sample",
     f"{ROLLOUT}val_kwargs",
+    f"{ROLLOUT}multi_turn",
+    f"{ROLLOUT}agent",
     f"{ROLLOUT}log_prob_micro_batch_size_per_gpu",
     f"{ROLLOUT}log_prob_micro_batch_size",
     f"{REF}fsdp_config",
@@ -223,6 +231,7 @@ def adopt_verl(settings: Mapping[str, Any]) -> Adoption:
     _algorithm(settings, tree, entries)
     _batch(settings, tree, missing)
     _reward(settings, tree, missing)
+    _tools(settings, tree, missing)
     _cluster(settings, tree)
     rank, targets = (
         settings.get(f"actor_rollout_ref.model.{key}") for key in ("lora_rank", "target_modules")
@@ -321,6 +330,21 @@ def _batch(settings: Mapping[str, Any], tree: Tree, missing: list[str]) -> None:
     if betas := settings.get(f"{ACTOR}optim.betas"):
         place(tree, "optimizer.beta1", betas[0])
         place(tree, "optimizer.beta2", betas[1])
+
+
+def _tools(settings: Mapping[str, Any], tree: Tree, missing: list[str]) -> None:
+    """verl's tools are classes that a file lists; ours are one function."""
+    turns = f"{ROLLOUT}multi_turn."
+    if not settings.get(f"{turns}enable"):
+        return
+    tree["tools"] = {}
+    if most := settings.get(f"{turns}max_assistant_turns"):
+        tree["tools"]["max_turns"] = max(2, most)
+    length = settings.get(f"{turns}max_tool_response_length")
+    cut = (
+        "" if length is None else f"; verl cuts answers at {length} characters, tools.max_observation_tokens"
+    )
+    missing.append(f"tools.function: a function that answers a turn, for the classes of verl's tools{cut}")
 
 
 def _reward(settings: Mapping[str, Any], tree: Tree, missing: list[str]) -> None:

@@ -154,15 +154,33 @@ def test_adapters_are_read_with_verls_names(targets: object, kept: dict[str, obj
     assert "lora" not in adopt_verl({f"{model}lora_rank": 0}).tree["models"]
 
 
+def test_turns_are_read_and_the_function_that_answers_them_is_asked_for() -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn."
+    off = adopt_verl({f"{turns}enable": False, f"{turns}max_tool_response_length": 256})
+    assert "tools" not in off.tree
+    found = adopt_verl(
+        {
+            f"{turns}enable": True,
+            f"{turns}max_assistant_turns": 6,
+            f"{turns}max_tool_response_length": 256,
+            f"{turns}tool_config_path": "tools.yaml",
+        }
+    )
+    assert found.tree["tools"] == {"max_turns": 6}
+    (asked,) = [text for text in found.missing if text.startswith("tools.function")]
+    assert "256 characters" in asked
+    assert not found.of(Fate.UNSUPPORTED)
+
+
 def test_what_cannot_be_honoured_is_said_with_the_reason() -> None:
     found = adopt_verl(
         {
-            "actor_rollout_ref.rollout.multi_turn.enable": True,
+            "actor_rollout_ref.actor.optim.lr_scheduler_type": "step",
             "some.new.key": 1,
         }
     )
     assert {entry.key: bool(entry.note) for entry in found.of(Fate.UNSUPPORTED)} == {
-        "actor_rollout_ref.rollout.multi_turn.enable": True,
+        "actor_rollout_ref.actor.optim.lr_scheduler_type": True,
     }
     assert [entry.key for entry in found.of(Fate.UNKNOWN)] == ["some.new.key"]
 
