@@ -239,13 +239,9 @@ def test_a_set_stop_flag_ends_the_step_within_seconds_and_the_checkpoint_stays(m
     assert saved == list(range(2, len(records) + 1, 2))[-2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("when", "victim"),
-    [
-        ("generate", 3),
-        pytest.param("learn critic.training", 0, marks=pytest.mark.slow),
-        pytest.param("learn actor.training", 1, marks=pytest.mark.slow),
-    ],
+    ("when", "victim"), [("generate", 3), ("learn critic.training", 0), ("learn actor.training", 1)]
 )
 def test_a_run_that_loses_a_worker_goes_on_with_the_others_and_loses_nothing(
     make_config: Make, when: str, victim: int
