@@ -271,7 +271,7 @@ def main() -> None:
     if arguments.side:
         print(json.dumps(asdict(SIDES[arguments.side](Job(**json.loads(arguments.job))))))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     results: dict[tuple[str, str], list[Result]] = {}
     if arguments.merge:
         for file in arguments.merge:

@@ -210,7 +210,7 @@ def main() -> None:
         length=arguments.length,
         threads=arguments.threads,
     )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     runs: dict[str, list[Result]] = {side: [] for side in SIDES}
     for repeat in range(arguments.repeats):
         for side in SIDES:
