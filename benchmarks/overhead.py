@@ -223,9 +223,14 @@ def measure_auto(results: Results, num: int) -> None:
         results.put(name, in_campaign(act))
 
 
-def measure_growth(results: Results, folder: Path, database: str | None, steps: int, *, anew: bool) -> None:
-    """Steps with a subflow and eight task runs each, back to back; latency and size by chunk. `anew`: what
-    was measured in part before is measured again.
+def measure_growth(
+    results: Results, folder: Path, database: str | None, steps: int, *, anew: bool, gap_s: float = 0.7
+) -> None:
+    """Steps with a subflow and eight task runs each; latency and size by chunk. `anew`: what was measured in
+    part before is measured again.
+
+    Between steps the server may write what it has put off: back to back, SQLite's one writer is the limit,
+    and a step takes 2.6 s from the first on.
     """
     chunks: list[dict[str, Any]] = results.values.get("growth", [])
     if anew and chunks and chunks[-1]["steps"] < steps:
@@ -239,6 +244,7 @@ def measure_growth(results: Results, folder: Path, database: str | None, steps: 
         ) -> list[float]:
             walls = []
             for number in range(first, until):
+                time.sleep(gap_s)
                 began = time.perf_counter()
                 step("full", number)
                 walls.append(time.perf_counter() - began)

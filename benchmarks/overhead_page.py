@@ -94,7 +94,7 @@ def _growth(measured: Measured, kinds: list[str]) -> Iterator[str]:
     grown = {kind: measured[kind]["growth"] for kind in kinds if "growth" in measured[kind]}
     if not grown:
         return
-    yield from ("Steps with a subflow and eight task runs each, back to back, milliseconds a step:", "")
+    yield from ("Steps with a subflow and eight task runs each, 0.7 s apart, milliseconds a step:", "")
     yield from _head("database", "steps", "median at the start", "at the end", "size")
     for kind, chunks in grown.items():
         first, last = chunks[0], chunks[-1]

@@ -40,6 +40,7 @@ class Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
     monkeypatch.setattr(module, "ray", calls)
+    monkeypatch.setattr(module, "end_ray", calls.shutdown)
     return calls
 
 

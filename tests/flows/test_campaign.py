@@ -112,6 +112,7 @@ def test_a_run_resumed_at_another_layout_and_dp_goes_on_as_if_never_stopped(
     assert (control.step, control.optimizers["actor"].adam_steps) == (5, 5)
 
 
+@pytest.mark.slow
 def test_a_ppo_run_with_two_forced_transitions_has_the_loss_curve_of_one_without(make_config: Make) -> None:
     ppo = {"algorithm": {"kind": "ppo"}, "cluster": {"gpus": 4, "device": "cpu", "timeout_s": 60}}
     still = campaign(make_config(name="still", steps=5, checkpoint={"every_steps": 0}, **ppo))
@@ -152,7 +153,7 @@ def test_a_ppo_run_with_two_forced_transitions_has_the_loss_curve_of_one_without
             {"kind": "ppo", "kl": {"where": "reward", "coefficient": 0.01, "estimator": "k1"}},
             marks=pytest.mark.slow,
         ),
-        {"kind": "remax"},
+        pytest.param({"kind": "remax"}, marks=pytest.mark.slow),
         {"kind": "grpo", "kl": {"where": "loss", "coefficient": 0.01, "estimator": "k3"}, "entropy": 0.01},
     ],
     ids=["ppo-kl-reward", "remax", "grpo-kl-loss"],
@@ -198,6 +199,7 @@ def test_a_reward_that_raises_is_missing_counted_and_teaches_nothing(
     assert record.stats["gradient_norm/actor"] == 0
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_on_its_own_units(make_config: Make, reward_model_folder: Path) -> None:
     plan = {"actor_training": {"tp": 2}, "reward_inference": {"pp": 2}}
     reward = {"kind": "model", "path": str(reward_model_folder)}
@@ -306,6 +308,7 @@ def test_a_run_that_loses_the_last_copy_of_a_model_goes_back_to_its_newest_check
     )
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_neither_overwritten_nor_resumed_with_another_order_of_prompts(
     make_config: Make,
 ) -> None:

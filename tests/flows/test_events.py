@@ -99,6 +99,7 @@ def test_gpus_that_come_are_told_and_linked_and_start_the_automations_deployment
         client.delete_automation(automation)
 
 
+@pytest.mark.slow
 def test_a_transition_is_begun_and_committed_in_the_feed_and_shrinking_starts_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_programs_of_a_campaign_are_run_in_sandboxes(make_config: Make) -> None:
     assert record.stats["reward_queue_s/max"] >= record.stats["reward_queue_s/mean"] > 0
 
 
+@pytest.mark.slow
 def test_a_campaign_learns_from_a_judge_and_counts_what_it_did_not_say(make_config: Make) -> None:
     with serving(lambda n, body: says(f"Score: {n % 10}" if n else "I would rather not.")) as server:
         config = make_config(steps=1, reward={"kind": "judge", "url": server.url, "model_name": "grader"})
