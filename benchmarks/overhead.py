@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import resource
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("levels", "auto", "growth"), action="append")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with it
     kind = "postgres" if options.postgres or options.database else "sqlite"
     results = Results(options.folder / RESULTS_FILE, kind)
     with database(options.postgres, options.database) as url, served(options.folder.resolve(), url):
