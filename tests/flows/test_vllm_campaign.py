@@ -20,6 +20,7 @@ from nereus.record.transitions import read_transitions
 from nereus.tasks.prepare import prepare_campaign
 from tests.emu.engines.torch_cases import Random
 from tests.flows.conftest import TINY, write_count_tokenizer
+from tests.flows.test_tools import parts as with_tools
 
 pytestmark = [pytest.mark.usefixtures("server", "ray_pool"), pytest.mark.timeout(1200)]
 Make = Callable[..., CampaignConfig]
@@ -72,6 +73,32 @@ def test_ppo_generates_by_vllm_at_tp_1_then_2_then_on_two_units_as_by_torch(
     for name in ("loss/actor", "loss/critic", "gradient_norm/actor"):
         # Float32 sums in another order, over three AdamW steps.
         assert [r.stats[name] for r in one] == pytest.approx([r.stats[name] for r in other], abs=1e-3)
+
+
+@pytest.mark.vllm
+def test_a_policy_with_tools_takes_the_same_turns_by_vllm_as_by_torch(
+    make_config: Make, wide_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm", reason="needs the vllm extra", exc_type=ImportError)
+    parts = with_tools(
+        tmp_path,
+        models={"actor": str(wide_model)},
+        steps=2,
+        checkpoint={"every_steps": 0},
+        cluster={"gpus": 2, "device": "cpu", "timeout_s": 600},
+        plan=plan(tp=1, gpus=[1]),
+    )
+    one, other = (
+        read_records(campaign(make_config(name=engine, engines={"generation": engine}, **parts)).metrics)
+        for engine in ("torch", "vllm")
+    )
+    assert all(record.stats["turns/mean"] > 1 for record in other)
+    assert all(record.stats["observed_tokens/mean"] > 0 for record in other)
+    assert [record.response_tokens for record in one] == [record.response_tokens for record in other]
+    for name in ("turns/mean", "turns/max", "observed_tokens/mean", "tools_failed/exception"):
+        assert [r.stats.get(name) for r in one] == [r.stats.get(name) for r in other], name
+    assert [r.reward_mean for r in one] == pytest.approx([r.reward_mean for r in other], abs=1e-6)
+    assert all(abs(record.stats["approx_kl/actor"]) < 1e-3 for record in other)
 
 
 @pytest.mark.vllm
