@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-COST_S = {Tracking.full: 0.62, Tracking.tasks: 0.11, Tracking.step: 0.038}
+COST_S = {Tracking.full: 0.65, Tracking.tasks: 0.13, Tracking.step: 0.025}
 ALLOWED_SHARE = 0.01
 
 
