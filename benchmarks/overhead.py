@@ -40,7 +40,7 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--postgres", action="store_true", help="on a Postgres that is made for it")
     where.add_argument("--database", help="on this Postgres, postgresql+asyncpg://...; SQLite without either")
-    parser.add_argument("--samples", type=int, default=30, help="steps at each level")
+    parser.add_argument("--samples", type=int, default=12, help="steps at each level")
     parser.add_argument("--steps", type=int, default=1000, help="steps of growth in all")
     parser.add_argument("--part", choices=("levels", "auto", "growth"), action="append")
     options = parser.parse_args()
@@ -163,22 +163,24 @@ def in_campaign(act: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def measure_levels(results: Results, num: int, gap_s: float = 1.0) -> None:
-    """Wall and CPU of a step at each level, steps a second apart as those of a real job are."""
+def measure_levels(results: Results, num: int, wait_s: float = 8.0) -> None:
+    """What each level adds to the wall of a step and to the driver's CPU; a stage takes a second, as those of
+    a real job take some time: beginning a task run costs more after a rest than right after another one.
+    """
     for level in ("none", "step", "tasks", "full"):
         if level in results.values:
             continue
-        step = stepper()
+        step = stepper(wait_s)
 
         def act(level: str = level, step: Callable[[str, int], None] = step) -> dict[str, float]:
             walls, cpus = [], []
-            for number in range(num + 2):
+            for number in range(num + 1):
                 began, cpu = time.perf_counter(), cpu_s()
                 step(level, number)
-                walls.append(time.perf_counter() - began)
-                time.sleep(gap_s)
+                walls.append(time.perf_counter() - began - wait_s)
+                time.sleep(0.2)
                 cpus.append(cpu_s() - cpu)  # a task run may end after its step
-            walls, cpus = walls[2:], cpus[2:]
+            walls, cpus = walls[1:], cpus[1:]
             return {
                 "p50_ms": 1e3 * median(walls),
                 "mean_ms": 1e3 * fmean(walls),

@@ -65,7 +65,7 @@ def tables(measured: Measured) -> Iterator[str]:
 
 def _levels(measured: Measured, kinds: list[str]) -> Iterator[str]:
     head = [f"{NAMES[kind]}: median, largest" for kind in kinds]
-    yield from ("A step of eight stages that do nothing, milliseconds, steps a second apart:", "")
+    yield from ("What a step of eight stages of a second takes beyond them, milliseconds:", "")
     yield from _head("level", *head, "CPU of the driver")
     for level in ("none", "step", "tasks", "full"):
         cells = (measured[kind][level] for kind in kinds)
