@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-COST_S = {Tracking.full: 0.77, Tracking.tasks: 0.24, Tracking.step: 0.027}
+COST_S = {Tracking.full: 0.77, Tracking.tasks: 0.43, Tracking.step: 0.027}
 ALLOWED_SHARE = 0.01
 
 
