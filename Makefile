@@ -28,7 +28,7 @@ demo: $(VENV)/.run examples/count/model/recipe.json ## train a small model to co
 	  || { echo "==> the demo failed. Remedy: the message above; then $(BIN)/nereus doctor"; exit 1; }
 	@echo "==> done: open $(DEMO)/report.html in a browser; its tables say why the job moved, and why not"
 
-test: $(VENV)/.dev ## run the tests (7 minutes on 2 cores)
+test: $(VENV)/.dev ## run the tests (5 minutes on 2 cores)
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n 2 \
 	  || { echo "==> tests failed. Remedy: $(BIN)/python -m pytest --last-failed -x; then $(BIN)/nereus doctor"; exit 1; }
