@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from nereus.emu.chains import Chain
 from nereus.emu.layout import Rank
 from nereus.emu.reshard import Limits, plan_reshard
-from nereus.emu.shard_bytes import Sizes
+from nereus.emu.shard_bytes import Sizes, shape_of
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit
@@ -27,9 +27,8 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
     nodes = [frozenset(ranks) for ranks in topology.nodes]
     largest: dict[object, int] = {}
 
-    def shard(model_stage: str, unit: Unit) -> int:
-        cut = unit.layout
-        key = (model_stage, cut.tp, cut.layers, cut.slices, cut.ep, cut.cp)
+    def shard(unit: Unit) -> int:
+        key = shape_of(unit)
         found = largest.get(key)
         if found is None:
             found = largest[key] = max(sizes(unit))
@@ -42,7 +41,7 @@ def estimated(sizes: Sizes, topology: Topology) -> Seconds:
         home = nodes[topology.node_of(makes[0].layout.ranks[0])]
         near = all(home.issuperset(unit.layout.ranks) for units in (makes, chain.reads) for unit in units)
         link = topology.node if near else topology.network
-        return max([shard(chain.model_stage, unit) for unit in makes]) / link.bytes_per_s + link.latency_s
+        return max([shard(unit) for unit in makes]) / link.bytes_per_s + link.latency_s
 
     return seconds
 

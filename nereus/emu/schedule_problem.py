@@ -20,7 +20,7 @@ from nereus.emu.chains import Chain
 from nereus.emu.footprint import Entries, Ints, ranks_of
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
-from nereus.emu.shard_bytes import Sizes
+from nereus.emu.shard_bytes import Sizes, shape_of
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import Infeasible, explain
@@ -217,8 +217,7 @@ def _amounts(units: Sequence[Unit], sizes: Sizes) -> Ints:
     known: dict[object, Ints] = {}
     out: list[Ints] = []
     for unit in units:
-        cut = unit.layout
-        shape = (unit.id.model_stage, cut.tp, cut.layers, cut.slices, cut.ep, cut.cp)
+        shape = shape_of(unit)
         amounts = known.get(shape)
         if amounts is None:
             amounts = known[shape] = np.array(sizes(unit), dtype=np.int64)

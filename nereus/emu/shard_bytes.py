@@ -16,6 +16,15 @@ from nereus.emu.unit import Unit
 Sizes = Callable[[Unit], tuple[int, ...]]
 
 
+def shape_of(unit: Unit) -> tuple[object, ...]:
+    """What replicas of one model-stage have in common, so that their shards are equally large.
+
+    A plain tuple: it is asked for a thousand units where a `Cut` would cost as much as what it spares.
+    """
+    cut = unit.layout
+    return unit.id.model_stage, cut.tp, cut.layers, cut.slices, cut.ep, cut.cp
+
+
 def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:
     """Sizes of units of these models. Equal to what `shard` lists, without listing it."""
     known: dict[tuple[str, Cut], tuple[Kinds, tuple[int, ...]]] = {}
