@@ -9,16 +9,15 @@ apart, in turns   training on one device, generation on the other, in turns
 one step behind   apart; the next step's responses are drawn while a step learns
 in segments       the same; a weight sync may come after every `length` / 4 tokens, and responses go on
 
-Ways take turns, seed by seed. The step is from one step's end to the next, records and all: the median after
-the first three, median over seeds. Rewards are means over the last fifth of the steps. `busy` is the share of
-a step in which each of the two works, from the steps' own records. The driver, Ray and Prefect need some of
-the same two cores: run it where nothing else runs.
+Ways take turns, seed by seed. A step is as long as its own record says: the median after the first three,
+median over seeds. Rewards are means over the last fifth of the steps. `busy` is the share of a step that the
+two stages last; generation ahead of training has waits for weight syncs in it. The driver, Ray and Prefect
+need some of the same two cores: run it where nothing else runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import sys
@@ -32,7 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.learning import ONE, Task, tasks
+from benchmarks.learning import ONE, Task, prepare, start_ray, tasks
 
 if TYPE_CHECKING:
     from nereus.config import CampaignConfig
@@ -124,10 +123,7 @@ class Measured:
 
 def measure(output: Path, seeds: list[int], steps: int, length: int) -> dict[str, list[Measured]]:
     """Run all ways, seed by seed."""
-    from nereus.cli.embedded import prepare_environment
-
-    output.mkdir(parents=True, exist_ok=True)
-    prepare_environment(output)
+    prepare(output)
     import ray
 
     from nereus.flows.campaign import campaign
@@ -135,14 +131,7 @@ def measure(output: Path, seeds: list[int], steps: int, length: int) -> dict[str
 
     task = tasks(output)[0]
     task.make_model()
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    start_ray(num_gpus=2)
     found: dict[str, list[Measured]] = {way.name: [] for way in WAYS}
     for seed in seeds:
         for way in WAYS:

@@ -166,12 +166,31 @@ def all_runs(output: Path, seeds: Sequence[int], moved: Sequence[int]) -> Iterat
                     yield Run(task=task, algorithm=algorithm, seed=seed, moves=moves)
 
 
-def run(output: Path, seeds: Sequence[int], moved: Sequence[int], only: Sequence[str]) -> None:
-    """Do the runs that are missing and whose names contain every word of `only`."""
+def prepare(output: Path) -> None:
+    """Make the folder, and let this process run campaigns in it. Prefect must not be loaded before."""
     from nereus.cli.embedded import prepare_environment
 
     output.mkdir(parents=True, exist_ok=True)
     prepare_environment(output)
+
+
+def start_ray(*, num_gpus: int) -> None:
+    """A private Ray of two cores and so many logical GPUs, for all campaigns of a benchmark."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def run(output: Path, seeds: Sequence[int], moved: Sequence[int], only: Sequence[str]) -> None:
+    """Do the runs that are missing and whose names contain every word of `only`."""
+    prepare(output)
     import ray
 
     from nereus.flows.campaign import campaign
@@ -179,14 +198,7 @@ def run(output: Path, seeds: Sequence[int], moved: Sequence[int], only: Sequence
     wanted = [one for one in all_runs(output, seeds, moved) if all(word in one.name for word in only)]
     for task in {one.task.name: one.task for one in wanted}.values():
         task.make_model()
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    start_ray(num_gpus=4)
     for one in wanted:
         if one.records(output):
             continue
