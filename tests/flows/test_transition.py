@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -24,6 +23,7 @@ from nereus.record.metrics import read_records
 from nereus.record.transitions import TransitionRecord, read_transitions
 from nereus.tasks.job import open_job
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.curves import FOUR_GPUS, SPLIT, SPREAD, check_curve
 
 pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
@@ -77,31 +77,12 @@ def check_runs(record: TransitionRecord, runs: Mapping[str, TaskRun]) -> None:
     assert others == {"begin", "vote", "decide", "apply", "rebuild"}
 
 
-def check_curve(moved: Path, still: Path) -> None:
-    """Another layout sums in another order; everything else is the same."""
-    one, other = read_records(moved), read_records(still)
-    assert [(r.version, r.response_tokens) for r in one] == [(r.version, r.response_tokens) for r in other]
-    for name in ("loss/actor", "loss/critic", "gradient_norm/actor", "gradient_norm/critic"):
-        assert [r.stats[name] for r in one] == pytest.approx([r.stats[name] for r in other], abs=1e-4)
-
-
 def test_a_transition_is_a_task_run_an_operation_with_the_waits_of_its_graph(make_config: Make) -> None:
-    split = {"actor_training": {"tp": 1, "dp": 2}, "critic_training": {"pp": 2}}
-    spread = {
-        "actor_training": {"tp": 2, "dp": 2},
-        "actor_generation": {"tp": 2},
-        "critic_training": {"tp": 2, "gpus": [2, 3]},
-    }
     since = datetime.now(UTC)
-    parts: dict[str, Any] = {
-        "steps": 3,
-        "algorithm": {"kind": "ppo"},
-        "cluster": {"gpus": 4, "device": "cpu", "timeout_s": 60},
-        "checkpoint": {"every_steps": 0},
-    }
-    changes = [{"before_step": 1, "plan": split}, {"before_step": 2, "plan": spread}]
-    result = campaign(make_config(**parts, changes=changes))
-    check_curve(result.metrics, campaign(make_config(name="still", **parts, tracking="step")).metrics)
+    changes = [{"before_step": 1, "plan": SPLIT}, {"before_step": 2, "plan": SPREAD}]
+    result = campaign(make_config(**FOUR_GPUS, steps=3, changes=changes))
+    still = campaign(make_config(**FOUR_GPUS, steps=3, name="still", tracking="step"))
+    check_curve(result.metrics, still.metrics)
     first, second = read_transitions(result.run_folder)
     kinds = [(operation.kind, operation.model_stage) for operation in first.operations]
     assert ("split", "actor.training") in kinds
