@@ -125,13 +125,7 @@ def one_seed(
 ) -> dict[str, dict[str, float]]:
     """Every way once, over the same rows."""
     global planned_b
-    draw = torch.Generator().manual_seed(seed)
-    middle_p = options.between * torch.randn(options.prompts, generator=draw)
-    passes = [
-        (options.median * (middle_p[:, None] + options.within * noise_pn).exp()).flatten().long()
-        for noise_pn in torch.randn(2, options.prompts, options.samples, generator=draw)
-    ]
-    before_b, planned_b = (lens_b.clamp(1, options.limit) for lens_b in passes)
+    before_b, planned_b = planned_lengths(options, seed)
     prompts = prompt_rows(options.prompts, options.samples, seed)
     sampling = Sampling(max_new_tokens=options.limit, stop_token_ids=(STOP,), seed=seed)
     history = LengthHistory()
@@ -153,6 +147,17 @@ def one_seed(
         assert torch.equal(rollouts.batch.response_lens_b, planned_b), name
         out[name] = numbers_of(units, int(planned_b.sum()))
     return out
+
+
+def planned_lengths(options: argparse.Namespace, seed: int) -> tuple[Tensor, Tensor]:
+    """The length of every row in the pass before, and in this one."""
+    draw = torch.Generator().manual_seed(seed)
+    middle_p = options.between * torch.randn(options.prompts, generator=draw)
+    before_b, now_b = (
+        (options.median * (middle_p[:, None] + options.within * noise_pn).exp()).flatten().long()
+        for noise_pn in torch.randn(2, options.prompts, options.samples, generator=draw)
+    )
+    return before_b.clamp(1, options.limit), now_b.clamp(1, options.limit)
 
 
 def dealt(units: Units, prompts: PromptBatch, sampling: Sampling, slots: int | None) -> Rollouts:

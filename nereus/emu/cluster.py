@@ -38,6 +38,18 @@ class Call:
 
     method: str
     arguments: tuple[Any, ...] = ()
+    aside: bool = False
+    """Not of its conversation's kind of work: whoever sent it tells how long it took (`add_busy_s`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a worker returned to a call, and for how long it worked on it."""
+
+    rank: Rank
+    call: Call
+    result: Any
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,37 +298,47 @@ class Cluster:
     def converse(
         self,
         first: Mapping[Rank, Call],
-        then: Callable[[Rank, Any], Mapping[Rank, Call]],
+        then: Callable[[Answer], Mapping[Rank, Call]],
         *,
         what: str,
         between: Callable[[bool], Mapping[Rank, Call]] | None = None,
     ) -> None:
-        """Send calls and, as each result arrives, the calls with which `then` answers it, until no call is
-        left. Workers do not wait for one another.
+        """Send calls and, as each is answered, the calls with which `then` replies, until no call is left.
+        Workers do not wait for one another.
 
         `between` is asked all the while for further calls, and told whether no call is under way: then it may
         wait for something else, and if it has none either, the conversation is over.
 
-        Raises as `run` does. What `take_busy_s` is told is the sum of the busiest worker.
+        Raises as `run` does. What `take_busy_s` is told is the sum of the busiest worker, calls aside left
+        out.
         """
-        pending, busy_s = self.submit(first), dict.fromkeys(self.ranks, 0.0)
+        pending, busy_s = self._sent(first), dict.fromkeys(self.ranks, 0.0)
         poll_s = POLL_S if between is None else BETWEEN_S
         with self._inside():
             while True:
                 if self.stop.is_set() or self._halted.is_set():
                     raise Cancelled(explain(f"stopped in: {what}", remedy="run again with --resume"))
                 if between is not None:
-                    pending |= self.submit(between(not pending))
+                    pending |= self._sent(between(not pending))
                 if not pending:
                     break
                 ready, _ = ray.wait(list(pending), num_returns=1, timeout=poll_s)
                 for ref in ready:
-                    rank = pending.pop(ref)
+                    rank, call = pending.pop(ref)
                     result, seconds = value_of(ref, rank, what)
-                    busy_s[rank] += seconds
-                    pending |= self.submit(then(rank, result))
+                    if not call.aside:
+                        busy_s[rank] += seconds
+                    answer = Answer(rank=rank, call=call, result=result, seconds=seconds)
+                    pending |= self._sent(then(answer))
+        self.add_busy_s(what, max(busy_s.values()))
+
+    def _sent(self, calls: Mapping[Rank, Call]) -> dict[Any, tuple[Rank, Call]]:
+        return {ref: (rank, calls[rank]) for ref, rank in self.submit(calls).items()}
+
+    def add_busy_s(self, what: str, seconds: float) -> None:
+        """So long its busiest worker worked on this kind of work."""
         with self._lock:
-            self._busy_s[what] = self._busy_s.get(what, 0.0) + max(busy_s.values())
+            self._busy_s[what] = self._busy_s.get(what, 0.0) + seconds
 
     def halt(self) -> None:
         """End all waits, because a stage failed or a stop is on its way; `reap` lifts it."""

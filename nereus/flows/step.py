@@ -24,6 +24,7 @@ from nereus.flows.step_run import StepRuns
 from nereus.flows.tracking import Calls, Once, PlainCalls, TaskRuns, level, steps_a_run
 from nereus.planner.workload import Stage
 from nereus.record.step import StepRecord
+from nereus.tasks.early import early_of
 from nereus.tasks.estimate import estimate
 from nereus.tasks.groups_kept import Answered
 from nereus.tasks.job import Job
@@ -105,7 +106,11 @@ def _run_stages(job: Job, calls: Calls) -> StepRecord:
         source.advance(job.state, synced=generation_rests)
     job.stage_s.update(gathered.stage_s)
     used = gathered.used or Answered(rollouts=gathered.rollouts, rewards=rewards)
-    stats = gathered.stats if adapted is None else {**gathered.stats, **adapted.by_name()}
+    stats = dict(gathered.stats)
+    if adapted is not None:
+        stats |= adapted.by_name()
+    if (early := early_of(job)) is not None:
+        stats |= early.stats()
     ahead_s = gathered.work_under(job.stages[GENERATION])
     return observe(job, used.rollouts, used.rewards, trained, memory, stats, ahead_s=ahead_s)
 

@@ -20,9 +20,10 @@ from typing import Protocol
 import torch
 
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
-from nereus.emu.cluster import Call
+from nereus.emu.cluster import Answer, Call
 from nereus.emu.engines.feeding import Fed
 from nereus.emu.layout import Rank
+from nereus.tasks.early import Early
 from nereus.tasks.job import Job
 from nereus.tasks.turning import in_turning_order
 
@@ -138,13 +139,14 @@ def run_fed(
     *,
     slots: int | None,
     what: str = "generate",
+    early: Early | None = None,
 ) -> None:
     """Answer all rows, begun in this order.
 
     A unit decodes `slots` rows at once, None: all of its share. Neither slots, order nor units have an
-    influence on what is sampled.
+    influence on what is sampled. With `early`, units that get no more rows score those that are whole.
     """
-    feeding = _Feeding(job, stage, rows, order, sampling, version, slots)
+    feeding = _Feeding(job, stage, rows, order, sampling, version, slots, early)
     between = feeding.between if rows.come_back else None
     job.cluster.converse(feeding.begin(), feeding.answer, what=what, between=between)
 
@@ -165,8 +167,10 @@ class _Feeding:
         sampling: Sampling,
         version: int,
         slots: int | None,
+        early: Early | None,
     ) -> None:
         self._stage, self._rows, self._sampling, self._version = stage, rows, sampling, version
+        self._early = early
         self._units = job.stages[stage].units
         self._unit_of = {unit.ranks[0]: number for number, unit in enumerate(self._units)}
         self._pool = Pool(list(order), len(self._units), slots)
@@ -179,25 +183,45 @@ class _Feeding:
         for unit in range(len(self._units)):
             if given := self._pool.given(unit):
                 calls |= self._call(unit, given, begin=True)
-        return calls
+            else:
+                self._end(unit)
+        return calls | self._early_calls()
 
-    def answer(self, rank: Rank, fed: Fed | None) -> Mapping[Rank, Call]:
+    def answer(self, answer: Answer) -> Mapping[Rank, Call]:
         """What a unit that has answered gets to do next."""
-        if rank not in self._unit_of:
+        if answer.call.aside:
+            assert self._early is not None, "who scores early has sent the call"
+            self._early.take(answer)
+            return self._early_calls()
+        if answer.rank not in self._unit_of:
             return {}
-        assert fed is not None, "the first rank of a unit answers for it"
-        unit = self._unit_of[rank]
+        calls = self._reply(self._unit_of[answer.rank], answer.result)
+        return {**calls, **self._early_calls()}
+
+    def _reply(self, unit: int, fed: Fed) -> Mapping[Rank, Call]:
         if fed.rollouts is not None:
             given = self._pool.given(unit)
-            self._rows.take([given[row] for row in fed.rows_n.tolist()], fed.rollouts)
+            numbers = [given[row] for row in fed.rows_n.tolist()]
+            self._rows.take(numbers, fed.rollouts)
+            if self._early is not None:
+                self._early.take_rows(self._units[unit], numbers, fed.rollouts.batch)
         self._pool.come_back(self._rows.back(wait=False))
         if unit not in self._open:
+            self._end(unit)
             return {}
         fresh = self._pool.take(unit, len(fed.rows_n), fair=self._rows.come_back)
         if self._rows.come_back and not self._pool.num_running(unit):
             self._resting.add(unit)
             return {}
         return self._call(unit, fresh, begin=False)
+
+    def _end(self, unit: int) -> None:
+        """A unit gets no more rows."""
+        if self._early is not None:
+            self._early.end(self._units[unit])
+
+    def _early_calls(self) -> dict[Rank, Call]:
+        return {} if self._early is None else self._early.calls()
 
     def between(self, idle: bool) -> Mapping[Rank, Call]:
         """Work for units that rest; if no call is under way it waits for some, and ends all sessions if none

@@ -13,6 +13,7 @@ from nereus.data.prompt import Prompt
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, join_rows
 from nereus.emu.cluster import Call
 from nereus.tasks.dealing import run_dealt
+from nereus.tasks.early import EARLY, Early, may_score_early
 from nereus.tasks.feeding import Plain, run_fed
 from nereus.tasks.growing import Growing
 from nereus.tasks.job import GENERATE, Job
@@ -34,8 +35,11 @@ def generate(job: Job, prompts: Sequence[Prompt]) -> Rollouts:
         of_row, sampling = prompt_of_rows(prompts, samples, batch.num_rows), sampling_of(job)
         if job.at_boundary is not None:
             return _in_segments(job, batch, of_row, sampling, job.at_boundary)
-        rollouts = answers(job, batch, of_row, sampling, job.state.policy_version)
+        early = Early(job) if may_score_early(job) else None
+        rollouts = answers(job, batch, of_row, sampling, job.state.policy_version, early=early)
         job.lengths.add(batch, rollouts.batch.response_lens_b)
+        if early is not None:
+            job.done[EARLY] = early
         return rollouts
 
 
@@ -47,16 +51,17 @@ def answers(
     version: int,
     *,
     what: str = GENERATE,
+    early: Early | None = None,
 ) -> Rollouts:
     """Whole responses to the rows, whose prompts these are, by the policy that generation has.
 
     Units of the torch engine take rows as they have room (`feeding`), the rows first that were long before;
     others get their rows in turn. Each row's randomness is keyed by its own id, so the dealing has no
-    influence on what is sampled.
+    influence on what is sampled. With `early` (and no tools) units that end first score what is whole.
     """
     order = job.lengths.longest_first(batch)
     if job.tools is None:
-        return _drawn(job, batch, order, sampling, version, what)
+        return _drawn(job, batch, order, sampling, version, what, early)
     turns = turns_with(job, batch, prompt_of_row, sampling)
     turns.begin_again()
     if job.stages[GENERATION].engine == "torch":
@@ -79,12 +84,18 @@ def turns_with(job: Job, batch: PromptBatch, prompt_of_row: Sequence[Prompt], sa
 
 
 def _drawn(
-    job: Job, batch: PromptBatch, order: Sequence[int], sampling: Sampling, version: int, what: str
+    job: Job,
+    batch: PromptBatch,
+    order: Sequence[int],
+    sampling: Sampling,
+    version: int,
+    what: str,
+    early: Early | None = None,
 ) -> Rollouts:
     """Rows up to their first stop token or their limit."""
     if job.stages[GENERATION].engine == "torch":
         rows = Plain(batch=batch)
-        run_fed(job, GENERATION, rows, order, sampling, version, slots=_slots(job), what=what)
+        run_fed(job, GENERATION, rows, order, sampling, version, slots=_slots(job), what=what, early=early)
         return rows.rollouts()
     parts, way_back = run_dealt(
         job,
@@ -92,6 +103,7 @@ def _drawn(
         torch.tensor(order),
         lambda rows: Call("generate", (GENERATION, batch.select(rows), sampling, version)),
         what=what,
+        early=early,
     )
     rollouts: Rollouts = join_rows(parts, way_back)
     return rollouts

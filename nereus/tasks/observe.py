@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from statistics import fmean
 
 import torch
 
 from nereus.emu.batch import Rollouts, TrainMetrics
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
+from nereus.emu.stage import StageSpec
 from nereus.emu.timings import COLLECTIVES, Observed
 from nereus.record.step import StepRecord
 from nereus.tasks.device import device
@@ -57,7 +57,7 @@ def observe(
         lengths_b=lengths_b,
         work_s={} if job.again else work_s,
         memory_bytes=known_memory(job, memory_bytes) if device(job.config) == "cuda" else {},
-        terms_s={} if job.again else terms_of(seen.values()),
+        terms_s={} if job.again else terms_of(seen.values(), job.stages),
     )
     actor = trained.get(TRAINING)
     return StepRecord(
@@ -87,7 +87,7 @@ def observe(
             **processes_now(job),
             **(stats or {}),
         },
-        overhead_s=max(0.0, step_s - _path_s(work_s)),
+        overhead_s=max(0.0, step_s - _path_s(work_s, job.stage_s)),
     )
 
 
@@ -110,14 +110,16 @@ CONCURRENT = ("score rewards", "score reference", "score policy", "score values"
 AHEAD = (GENERATE, "score rewards")
 
 
-def _path_s(work_s: Mapping[str, float]) -> float:
-    """Seconds that the stages take one after the other, concurrent scoring counted by its longest. Where a
-    step waits for rows instead of drawing them, others draw them meanwhile.
+def _path_s(work_s: Mapping[str, float], stage_s: Mapping[str, float]) -> float:
+    """Seconds that the stages take one after the other, concurrent scoring counted by its longest, without
+    what was scored while others still generated. Where a step waits for rows instead of drawing them, others
+    draw them meanwhile.
     """
     if "wait for rows" in work_s:
         work_s = {name: seconds for name, seconds in work_s.items() if name not in AHEAD}
     alone = sum(seconds for name, seconds in work_s.items() if name not in CONCURRENT)
-    return alone + max((work_s[name] for name in CONCURRENT if name in work_s), default=0.0)
+    beside = (min(work_s[name], stage_s.get(name, work_s[name])) for name in CONCURRENT if name in work_s)
+    return alone + max(beside, default=0.0)
 
 
 def _stats(trained: Mapping[str, TrainMetrics]) -> dict[str, float]:
@@ -137,11 +139,12 @@ def peak_memory(job: Job, *, but: Iterable[Rank] = ()) -> dict[Rank, Observed]:
     return job.cluster.run(dict.fromkeys(asked, Call("observe")), what="observe")
 
 
-def terms_of(seen: Iterable[Observed]) -> dict[str, dict[str, float]]:
-    """Seconds by call and term over all workers that took part.
+def terms_of(seen: Iterable[Observed], stages: Mapping[str, StageSpec]) -> dict[str, dict[str, float]]:
+    """Seconds by call (`actor.training/train`) and term.
 
     Of a collective the shortest: who comes last waits for nobody, so that is what it takes by itself. Of all
-    others the mean.
+    others the mean over the model-stage's workers, also over those that had no part: what is scored early is
+    not shared out evenly, and the cost model counts on even shares.
     """
     values: dict[str, dict[str, list[float]]] = {}
     for one in seen:
@@ -149,6 +152,9 @@ def terms_of(seen: Iterable[Observed]) -> dict[str, dict[str, float]]:
             for term, seconds in terms.items():
                 values.setdefault(call, {}).setdefault(term, []).append(seconds)
     return {
-        call: {term: min(all_s) if term in COLLECTIVES else fmean(all_s) for term, all_s in terms.items()}
+        call: {
+            term: min(all_s) if term in COLLECTIVES else sum(all_s) / len(stages[call.split("/")[0]].ranks)
+            for term, all_s in terms.items()
+        }
         for call, terms in values.items()
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from prefect import task
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from nereus.algorithms.missing import rewards_tensor
 from nereus.data.prompt import Prompt
-from nereus.emu.batch import Rollouts, Scores, TokenBatch, join_rows
-from nereus.emu.cluster import Call
+from nereus.emu.batch import Rollouts, Scores, TokenBatch
 from nereus.rewards.function import MissingReason, RewardRequest, missing_by_reason
-from nereus.tasks.batch_limit import micro_batch_limit
 from nereus.tasks.dealing import run_dealt
+from nereus.tasks.early import early_of
 from nereus.tasks.generate import prompt_of_rows
 from nereus.tasks.job import Job
-from nereus.tasks.stages import CRITIC, REFERENCE, REWARD, TRAINING
+from nereus.tasks.scoring import OF_POLICY, OF_REWARDS, OF_VALUES, Scoring, joined, reference_scoring
 from nereus.tasks.turns import turns_of
 
 
@@ -48,6 +48,8 @@ class Rewards:
 def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
     """The reward of every row: by the reward function in its own processes, or by the reward model."""
     with job.stage("score rewards"):
+        if job.reward is None:
+            return _model_rewards(score_stage(job, OF_REWARDS, rollouts.batch))
         num_rows = rollouts.batch.num_rows
         return rewards_of(job, prompt_of_rows(prompts, job.config.batch.samples, num_rows), rollouts)
 
@@ -55,7 +57,7 @@ def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Re
 def rewards_of(job: Job, prompt_of_row: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
     """The reward of every row, by function or model."""
     if job.reward is None:
-        return _model_rewards(job, rollouts.batch)
+        return _model_rewards(score_all(job, OF_REWARDS, rollouts.batch))
     decode, masks = job.prepared.tokenizer.decode, drawn_by_policy(rollouts)
     requests = [
         RewardRequest(
@@ -78,28 +80,16 @@ def rewards_of(job: Job, prompt_of_row: Sequence[Prompt], rollouts: Rollouts) ->
     )
 
 
-def _model_rewards(job: Job, batch: TokenBatch) -> Rewards:
+def _model_rewards(values_b: Tensor) -> Rewards:
     """The reward model's judgement of each row, read at its last token."""
-    spec = job.stages[REWARD]
-    limit = micro_batch_limit(job.config, spec, spec.score_rows)
-    parts, order = run_dealt(
-        job,
-        REWARD,
-        by_length(batch),
-        lambda rows: Call("rewards", (REWARD, batch.select(rows), limit.rows, limit.tokens)),
-        what="score rewards",
-    )
-    return Rewards(values_b=torch.cat(parts)[order], missing={})
+    return Rewards(values_b=values_b, missing={})
 
 
 @task(name="score reference", cache_policy=NO_CACHE)
 def score_reference(job: Job, batch: TokenBatch) -> Tensor:
     """The reference policy's log-probabilities of the responses; [b, t]."""
     with job.stage("score reference"):
-        if job.config.scores_reference_frozen:
-            scores = score_stage(job, "score frozen", TRAINING, batch, frozen=True)
-        else:
-            scores = score_stage(job, "score reference", REFERENCE, batch)
+        scores: Scores = score_stage(job, reference_scoring(job.config), batch)
     assert scores.logprobs_bt is not None, "a policy returns log-probabilities"
     return scores.logprobs_bt
 
@@ -108,37 +98,38 @@ def score_reference(job: Job, batch: TokenBatch) -> Tensor:
 def score_policy(job: Job, batch: TokenBatch) -> Tensor:
     """The trained policy's own log-probabilities of the responses, before the update; [b, t]."""
     with job.stage("score policy"):
-        logprobs_bt = score_stage(job, "score policy", TRAINING, batch).logprobs_bt
-    assert logprobs_bt is not None, "a policy returns log-probabilities"
-    return logprobs_bt
+        scores: Scores = score_stage(job, OF_POLICY, batch)
+    assert scores.logprobs_bt is not None, "a policy returns log-probabilities"
+    return scores.logprobs_bt
 
 
 @task(name="score values", cache_policy=NO_CACHE)
 def score_values(job: Job, batch: TokenBatch) -> Tensor:
     """The critic's values at the response's tokens; [b, t]."""
     with job.stage("score values"):
-        values_bt = score_stage(job, "score values", CRITIC, batch).values_bt
-    assert values_bt is not None, "a critic returns values"
-    return values_bt
+        scores: Scores = score_stage(job, OF_VALUES, batch)
+    assert scores.values_bt is not None, "a critic returns values"
+    return scores.values_bt
 
 
-def score_stage(job: Job, what: str, stage: str, batch: TokenBatch, *, frozen: bool = False) -> Scores:
-    """Forward passes of one model-stage, if `frozen` without its adapters, over all rows, in the batch's
-    order.
+def score_stage(job: Job, scoring: Scoring, batch: TokenBatch) -> Any:
+    """What the scoring finds for the step's rows, in their order: `Scores`, or a tensor of rewards. What was
+    scored while others still generated is not done again.
     """
-    limit = micro_batch_limit(job.config, job.stages[stage], job.stages[stage].score_rows)
-    temperature = job.config.sampling.temperature
+    early = early_of(job)
+    return score_all(job, scoring, batch) if early is None else early.work(scoring).finish()
+
+
+def score_all(job: Job, scoring: Scoring, batch: TokenBatch) -> Any:
+    """What the scoring finds for any rows, dealt to its units beforehand."""
     parts, order = run_dealt(
         job,
-        stage,
+        scoring.stage,
         by_length(batch),
-        lambda rows: Call(
-            "score", (stage, batch.select(rows), limit.rows, temperature, limit.tokens, frozen)
-        ),
-        what=what,
+        lambda rows: scoring.call(job, batch.select(rows)),
+        what=scoring.what,
     )
-    scores: Scores = join_rows(parts, order)
-    return scores
+    return joined(parts, order)
 
 
 def by_length(batch: TokenBatch) -> Tensor:

@@ -63,7 +63,7 @@ def test_ray_ends_when_every_thread_has_left_its_wait(calls: Calls, cluster: Clu
             if how == "run":
                 cluster.run({0: Call("ping")}, what="wait")
             else:
-                cluster.converse({0: Call("ping")}, lambda rank, result: {}, what="wait")
+                cluster.converse({0: Call("ping")}, lambda answer: {}, what="wait")
         except Cancelled as error:
             raised.append(error)
 

@@ -21,6 +21,7 @@ from nereus.record.listener import current_listener
 from nereus.record.metrics import read_records
 from nereus.record.step import StepRecord
 from nereus.record.transitions import read_transitions
+from nereus.tasks import generate
 from nereus.tasks.job import open_job
 from nereus.tasks.prepare import prepare_campaign
 from tests.flows.curves import FOUR_GPUS, SPLIT, SPREAD, check_curve
@@ -160,6 +161,32 @@ def test_every_algorithm_takes_steps(make_config: Make, algorithm: dict[str, obj
         assert set(open_checkpoint(result.checkpoint).models) == {"actor", "critic"}
     if "kl" in algorithm:
         assert "score reference" in watcher.stages
+        assert 0 <= last.stats["early/reference"] <= 1, "two units of generation end apart"
+
+
+@pytest.mark.slow
+def test_what_is_scored_early_has_the_numbers_of_what_is_scored_after(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO whose critic and reference lie on the workers that generate; chunks add in another order."""
+    gpus = {"dp": 2, "gpus": [0, 1]}
+    names = ("actor_training", "actor_generation", "critic_training", "reference_inference")
+    settings = {
+        "algorithm": {"kind": "ppo", "kl": {"where": "reward", "coefficient": 0.01, "estimator": "k1"}},
+        "plan": dict.fromkeys(names, gpus),
+        "cluster": {"gpus": 2, "device": "cpu"},
+        "steps": 4,
+        "tracking": "step",
+    }
+    early = read_records(campaign(make_config(name="early", **settings)).metrics)
+    monkeypatch.setattr(generate, "may_score_early", lambda job: False)
+    after = read_records(campaign(make_config(name="after", **settings)).metrics)
+    assert max(record.stats["early/values"] for record in early) > 0
+    assert "early/values" not in after[0].stats
+    for one, other in zip(early, after, strict=True):
+        assert one.reward_mean == other.reward_mean
+        for name in ("loss/actor", "loss/critic", "gradient_norm/actor", "gradient_norm/critic"):
+            assert one.stats[name] == pytest.approx(other.stats[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ def test_tensorboard_shows_a_resumed_step_once(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         for step in range(4):
             log.append(make_record(step))
+    time.sleep(1.0)  # files are told apart by the second, then by a number whose digits are compared as text
     with MetricsLog(tmp_path, first_step=2) as log:
         log.append(make_record(2, reward_mean=7.0))
     board = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -10,7 +10,7 @@ from typing import Any, cast
 from nereus.config import ToolsConfig
 from nereus.data.prompt import Prompt
 from nereus.emu.batch import PromptBatch, Sampling
-from nereus.emu.cluster import Call
+from nereus.emu.cluster import Answer, Call
 from nereus.emu.engines.torch.generate import TorchGenerator
 from nereus.emu.layout import Rank
 from nereus.rewards.tools import Observation, ToolRequest, Tools
@@ -71,7 +71,7 @@ class Units:
     def converse(
         self,
         first: Mapping[Rank, Call],
-        then: Callable[[Rank, Any], Mapping[Rank, Call]],
+        then: Callable[[Answer], Mapping[Rank, Call]],
         *,
         what: str,
         between: Callable[[bool], Mapping[Rank, Call]] | None = None,
@@ -89,7 +89,7 @@ class Units:
             _, part, sampling, version, begin, goes_on = call.arguments
             self.calls.append((rank, part.num_rows, goes_on))
             fed = self.generators[rank].feed(part, sampling, version, begin=begin, more=goes_on)
-            pending |= then(rank, fed)
+            pending |= then(Answer(rank=rank, call=call, result=fed, seconds=0.0))
 
 
 def job_with(units: Units) -> Job:
