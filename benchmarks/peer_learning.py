@@ -1,17 +1,17 @@
 """Reward and tokens a second at equal samples: TRL's GRPO and RLOO beside Nereus's, in one run.
 
-    python benchmarks/peer_learning.py [--steps 30] [--seeds 0 1 2] [--json FILE]
+    python benchmarks/peer_learning.py [--steps 30] [--length 64] [--seeds 0 1 2] [--json FILE]
 
 Both train the model of examples/count from the same weights with its own reward: the same number of prompts,
-samples, tokens and updates a step, the same learning rate, betas, clip and gradient norm, one thread, one
-worker, on this machine's CPU. They draw from different random numbers, so rewards are compared as means over
-seeds beside their spread. Sides take turns, each in a process of its own; Ray's workers keep its niceness
-(`RAY_worker_niceness=0`). Each side makes its forward and backward passes over the number of rows that is
-faster for it (`--trl-rows`, `--nereus-rows`); the step is the same. Tokens a second are prompt and response
-tokens over the seconds from one step's end to the next, records and all: the median step after the first two,
-median over seeds. On a machine that is not idle the CPU seconds of these steps say more: those of the side's
-process and all that it has started (workers, rewards, Ray, the Prefect server). `--merge FILES` prints the
-table of earlier runs' `--json`.
+samples, tokens and updates a step, the same loss, learning rate, betas, clip and gradient norm, one thread,
+one worker, on this machine's CPU. They draw from different random numbers, so rewards are compared as means
+over seeds beside their spread. Sides take turns, each in a process of its own; Ray's workers keep its
+niceness (`RAY_worker_niceness=0`). Each side makes its forward and backward passes over the number of rows
+that is faster for it (`--trl-rows`, `--nereus-rows`); the step is the same. Tokens a second are prompt and
+response tokens over the seconds from one step's end to the next, records and all: the median step after the
+first two, median over seeds. On a machine that is not idle the CPU seconds of these steps say more: those of
+the side's process and all that it has started (workers, rewards, Ray, the Prefect server). `--merge FILES`
+prints the table of earlier runs' `--json`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from step import COUNT, WARM_UP, in_own_process, machine
 
 ALGORITHMS = ("grpo", "rloo")
 LEARNING_RATE, BETA2, CLIP, GRADIENT_NORM = 2e-4, 0.95, 0.2, 1.0
+AGGREGATION = {"grpo": "token-mean", "rloo": "seq-mean-token-sum"}
+"""How TRL's trainers make one loss of the tokens' losses, and so how Nereus does beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +223,7 @@ def run_nereus(job: Job) -> Result:
                 "reward": {"kind": "python", "function": f"{COUNT / 'reward.py'}:reward", "workers": 1},
                 "algorithm": {
                     "kind": job.algorithm,
+                    "aggregation": AGGREGATION[job.algorithm],
                     "clip_low": CLIP,
                     "clip_high": CLIP,
                     "dual_clip": None,
@@ -258,7 +261,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--length", type=int, default=64, help="most new tokens of a response")
+    parser.add_argument("--length", type=int, default=128, help="most new tokens of a response")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trl-rows", type=int, default=64, help="rows of a pass of TRL")
     parser.add_argument("--nereus-rows", type=int, default=16, help="rows of a pass of Nereus")
