@@ -21,7 +21,7 @@ from nereus.errors import ConfigError, Infeasible
 from nereus.planner.admission import AdmissionPolicy, Decision, ProposedChange, judge, slowdown
 from nereus.planner.choose import Priced
 from nereus.planner.held import held, leaner, scaled
-from nereus.planner.outlook import NOW, UNCHANGED, Outlook, expected_s, rated
+from nereus.planner.outlook import NOW, UNCHANGED, Near, Outlook, expected_s, rated
 from nereus.planner.remedy import require_plan
 from nereus.planner.request import PlanRequest
 from nereus.planner.seating import Seated, seat, shapes_of
@@ -30,6 +30,7 @@ from nereus.planner.standstill import Way, standstill
 from nereus.planner.transition_time import (
     FixedCosts,
     TransitionCost,
+    lost_unchanged,
     serving_units,
     state_bytes,
     transition_cost,
@@ -102,12 +103,55 @@ def on_survivors(
     nothing fits.
     """
     if seated.in_use - signals.ids:
-        history = history.with_loss(signals.step).with_crossing(Cause.LOST, signals.step)
+        history = _with_loss(seated, signals, history).with_crossing(Cause.LOST, signals.step)
     lasting = signals.staying(signals.now_s + controller.drain_margin_s)
     outlook = outlook_of(controller, history, signals.step)
-    target = _proposed(controller, request_now(controller.request, signals), lasting, seated, outlook)
+    way = forced_way(controller, seated, signals, history)
+    target = _proposed(controller, request_now(controller.request, signals), lasting, seated, outlook, way)
     usable = frozenset(gpu.id for gpu in lasting)
     return target, history.with_replan(signals, usable).settled()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedWay:
+    """What the way to a plan costs that the job cannot do without: seconds for each of the steps that a plan
+    has lasted on average.
+    """
+
+    controller: Controller
+    before: Seated
+    pool: tuple[Gpu, ...]
+    factor: float
+    steps: float
+
+    @property
+    def near(self) -> Near:
+        """What is cheap to reach."""
+        alive = frozenset(gpu.id for gpu in self.pool)
+        return Near(plan=self.before.plan, lost=lost_unchanged(self.before, alive))
+
+    def step_share_s(self, target: Seated) -> float:
+        """Seconds a step."""
+        workload, costs = self.controller.request.workload, self.controller.costs
+        cost = transition_cost(self.before, target, self.pool, workload.models, workload.dtype, costs)
+        return self.factor * cost.seconds / self.steps
+
+
+def forced_way(
+    controller: Controller, seated: Seated, signals: Signals, history: SignalHistory
+) -> ForcedWay | None:
+    """How ways are judged where the job has to move; None for a policy that does not look ahead."""
+    if not controller.policy.looks_ahead:
+        return None
+    changes = sum(map(len, history.crossings.values()))
+    lasted = (signals.step - history.started_at) / changes if changes else SPAN_STEPS
+    return ForcedWay(
+        controller=controller,
+        before=seated,
+        pool=signals.pool,
+        factor=slowdown(history),
+        steps=max(lasted, 1.0),
+    )
 
 
 def request_now(request: PlanRequest, signals: Signals) -> PlanRequest:
@@ -126,7 +170,7 @@ def review(controller: Controller, seated: Seated, signals: Signals, history: Si
     thresholds = controller.thresholds
     history = history.observed(signals, limits(thresholds), thresholds.hysteresis)
     if seated.in_use - signals.ids:
-        history = history.with_loss(signals.step)
+        history = _with_loss(seated, signals, history)
     fresh = trigger_of(
         signals,
         history,
@@ -142,10 +186,11 @@ def review(controller: Controller, seated: Seated, signals: Signals, history: Si
     if fresh is not None:
         history = history.with_crossing(fresh.cause, signals.step).with_replan(signals, usable)
     outlook = outlook_of(controller, history, signals.step)
-    target = _proposed(controller, request, lasting, seated, outlook)
+    runs = now is not None and not trigger.cause.forces
+    way = None if runs else forced_way(controller, seated, signals, history)
+    target = _proposed(controller, request, lasting, seated, outlook, way)
     if same_units(seated, target):
         return Review(seated=seated, history=history.settled(), trigger=trigger)
-    runs = now is not None and not trigger.cause.forces
     old_s, new_s = _expected(seated, target, request, outlook) if runs else (None, target.plan.step_s)
     return _weighed(controller, seated, target, signals, history, trigger, old_s, new_s)
 
@@ -163,7 +208,14 @@ def outlook_of(controller: Controller, history: SignalHistory, step: int) -> Out
         move_s=move_s / (fmean(intervals) if intervals else SPAN_STEPS),
         loss_s=max(costs.restart_s - move_s, 0.0) * history.loss_rate(step),
         read_s=_read_s(controller) * history.loss_rate(step),
+        bursts=tuple(history.burst_shares.items()),
     )
+
+
+def _with_loss(seated: Seated, signals: Signals, history: SignalHistory) -> SignalHistory:
+    """GPUs that the plan uses are gone: of at least so many nodes."""
+    gone = len(seated.in_use - signals.ids)
+    return history.with_loss(signals.step, -(-gone // seated.cluster.pools[0].gpus_per_node))
 
 
 def _read_s(controller: Controller) -> float:
@@ -236,11 +288,12 @@ def _proposed(
     pool: tuple[Gpu, ...],
     before: Seated | None,
     outlook: Outlook = NOW,
+    way: ForcedWay | None = None,
 ) -> Seated:
     if controller.propose is not None:
         return controller.propose(request, pool, before)
     headroom = controller.thresholds.headroom
-    return proposal(request, headroom, pool, before, outlook, explains=controller.explains)
+    return proposal(request, headroom, pool, before, outlook, way=way, explains=controller.explains)
 
 
 def proposal(
@@ -250,13 +303,15 @@ def proposal(
     before: Seated | None,
     outlook: Outlook = NOW,
     *,
+    way: ForcedWay | None = None,
     explains: bool = True,
 ) -> Seated:
     """The best plan over all shapes of the pool, seated. Raises Infeasible, saying what is short, if none
     fits.
 
-    Best is the shortest expected step over the outlook. Plans that fit responses longer by `headroom` come
-    first. Where nothing fits as asked, the options that take least memory are allowed as well (`leaner`).
+    Best is the shortest expected step over the outlook, and where the job has to move, with the `way` there
+    spread over the steps that a plan lasts. Plans that fit responses longer by `headroom` come first. Where
+    nothing fits as asked, the options that take least memory are allowed as well (`leaner`).
     """
     shapes = shapes_of(pool, request.cluster)
     asked = [replace(request, cluster=shape.cluster) for shape in shapes]
@@ -264,7 +319,7 @@ def proposal(
         ratings = [
             (rating, shape)
             for one, shape in zip(asked, shapes, strict=True)
-            for rating in rated(one, request.cluster, headroom, outlook)
+            for rating in rated(one, request.cluster, headroom, outlook, None if way is None else way.near)
             or rated(leaner(one), request.cluster, headroom, NOW)
         ]
     except ConfigError as error:
@@ -275,9 +330,21 @@ def proposal(
         raise Infeasible(f"no plan fits {asked[0].cluster.name}")
     if not ratings:
         require_plan(Priced.of(asked[0]))  # raises, saying what is short
-    rating, shape = min(ratings, key=lambda pair: pair[0].order)
     sizes = state_bytes(request.workload.models, request.workload.dtype)
-    return seat(rating.plan, shape, before, sizes)
+    ordered = sorted(ratings, key=lambda pair: pair[0].order)
+    found = seat(ordered[0][0].plan, ordered[0][1], before, sizes)
+    if way is None:
+        return found
+    lacks_headroom, step_s = ordered[0][0].order
+    least = step_s + way.step_share_s(found)
+    for rating, shape in ordered[1:]:
+        if rating.order >= (lacks_headroom, least):
+            break
+        other = seat(rating.plan, shape, before, sizes)
+        total = rating.order[1] + way.step_share_s(other)
+        if total < least:
+            found, least = other, total
+    return found
 
 
 def _fits(seated: Seated, request: PlanRequest, headroom: float) -> bool:

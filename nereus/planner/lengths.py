@@ -113,7 +113,7 @@ class LengthDistribution:
                 )
             )
         top = min(_AT_MAXIMUM / max(count, 1), 0.5, mean / maximum)
-        rest = (mean - top * maximum) / (1 - top)
+        rest = max(mean - top * maximum, 0.0) / (1 - top)  # never below by a rounding
         high = min(max(p95, rest), maximum)
         middle = high / 2
         below = min(max(1.5 - 2 * rest / high, 0.0), 1.0)

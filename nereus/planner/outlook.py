@@ -6,7 +6,7 @@ seconds a step over the outlook.
 
     E = mean over the lengths to come of  step            where the plan fits them
                                           best step + move where it does not: the job is then forced to move
-        + loss * share of the nodes whose sudden loss ends the last copy of some trained model
+        + loss * chance that nodes which vanish take the last copy of some trained model
         + read * the same of models that do not change, which are then read anew from storage
 """
 
@@ -14,7 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+from math import comb
 from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nereus.planner.choose import Priced, best_of
 from nereus.planner.held import Sizes, best, priced, scaled, sizes_of, with_layouts
@@ -36,19 +42,24 @@ class Outlook:
 
     `factors` are multiples of the lengths of now, now first. `move_s` is a forced move, spread over the steps
     that the outlook spans; `loss_s` what the loss of a last copy of a trained model costs, times its chance
-    in a step, `read_s` the same of a model that does not change.
+    in a step, `read_s` the same of a model that does not change. `bursts` are the numbers of nodes that
+    vanish at once, with their shares of all sudden losses.
     """
 
     factors: tuple[float, ...] = (1.0,)
     move_s: float = 0.0
     loss_s: float = 0.0
     read_s: float = 0.0
+    bursts: tuple[tuple[int, float], ...] = ((1, 1.0),)
 
     def risk_s(self, plan: Plan, cluster: ClusterProfile) -> float:
         """Expected seconds a step that the plan loses with nodes that vanish."""
         if not (self.loss_s or self.read_s):
             return 0.0
-        trained, unchanged = (exposure(plan, cluster, holders) for holders in (TRAINED, UNCHANGED))
+        trained, unchanged = (
+            sum(share * exposure(plan, cluster, holders, num_lost=size) for size, share in self.bursts)
+            for holders in (TRAINED, UNCHANGED)
+        )
         return self.loss_s * trained + self.read_s * unchanged
 
 
@@ -63,10 +74,44 @@ class Rating:
     order: tuple[bool, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """What makes a plan near to the one in force: its cuts, and few units of models that are to be read anew.
+
+    `lost` are the model-stages of models that do not change of which no whole unit is left.
+    """
+
+    plan: Plan
+    lost: frozenset[ModelStage] = frozenset()
+
+    def plans(self, request: PlanRequest, largest: ClusterProfile) -> list[Plan | None]:
+        """The best plans with these cuts, with one unit of all that is lost, and with both."""
+        free = priced(request, largest)
+        once = free
+        for stage in self.lost:
+            once = once.keep(stage, once.set_of(stage).dp == 1)
+        found = [self._with_cuts(free)]
+        if self.lost:
+            found += [best_of(once), self._with_cuts(once)]
+        return found
+
+    def _with_cuts(self, chosen: Priced) -> Plan | None:
+        for item in self.plan.assignments:
+            rows = chosen.set_of(item.model_stage)
+            same = (rows.tp == item.tp) & (rows.pp == item.pp) & (rows.ep == item.ep) & (rows.cp == item.cp)
+            chosen = chosen.keep(item.model_stage, same)
+        return best_of(chosen)
+
+
 def rated(
-    request: PlanRequest, largest: ClusterProfile, headroom: float, outlook: Outlook
+    request: PlanRequest,
+    largest: ClusterProfile,
+    headroom: float,
+    outlook: Outlook,
+    near: Near | None = None,
 ) -> tuple[Rating, ...]:
-    """The plans that fit now and are best somewhere in the outlook, with headroom, or against losses.
+    """The plans that fit now and are best somewhere in the outlook, with headroom, against losses, or among
+    those that are `near`.
 
     `largest` as for `held.priced`.
     """
@@ -74,6 +119,8 @@ def rated(
     found = [best(scaled(request, factor), largest) for factor in (*outlook.factors, longer)]
     if outlook.loss_s > 0:
         found += [replicated(request, largest), replicated(scaled(request, longer), largest)]
+    if near is not None:
+        found += near.plans(request, largest)
     options = {(sizes_of(plan), plan.arrangement.placement): plan for plan in found if plan is not None}
     rows = [
         [_plan(request, largest, option, factor) for factor in (*outlook.factors, longer)]
@@ -115,17 +162,39 @@ def replicated(request: PlanRequest, largest: ClusterProfile) -> Plan | None:
     return best_of(chosen)
 
 
-def exposure(plan: Plan, cluster: ClusterProfile, holders: Collection[ModelStage] = TRAINED) -> float:
-    """Share of the cluster's nodes each of which, lost without warning, takes the last copy of some model
-    that `holders` hold.
+def exposure(
+    plan: Plan, cluster: ClusterProfile, holders: Collection[ModelStage] = TRAINED, *, num_lost: int = 1
+) -> float:
+    """The chance that so many nodes, lost at once without warning, take the last copy of some model that
+    `holders` hold: the share of all choices of nodes, or of `_DRAWN` of them, that do.
     """
     width, count = cluster.pools[0].gpus_per_node, cluster.pools[0].num_nodes
-    fatal: set[int] = set()
+    lost_cn = _choices(count, min(num_lost, count))
+    fatal_c = np.zeros(len(lost_cn), dtype=bool)
     for item in plan.assignments:
         if item.model_stage in holders:
-            units = [{rank // width for rank in unit} for unit in item.units]
-            fatal |= set.intersection(*units)
-    return len(fatal) / count
+            on_un = np.zeros((len(item.units), count), dtype=bool)
+            for unit, ranks in enumerate(item.units):
+                on_un[unit, [rank // width for rank in ranks]] = True
+            fatal_c |= (on_un.astype(int) @ lost_cn.T > 0).all(axis=0)
+    return float(fatal_c.mean())
+
+
+_DRAWN = 512
+
+
+@lru_cache(maxsize=256)
+def _choices(count: int, chosen: int) -> NDArray[np.int64]:
+    """Choices [c, n] of so many of n nodes as 0 or 1: all, or `_DRAWN` drawn ones, the same every time."""
+    if comb(count, chosen) <= _DRAWN:
+        picked = list(combinations(range(count), chosen))
+    else:
+        draw = np.random.default_rng((count, chosen))
+        picked = [tuple(draw.choice(count, chosen, replace=False)) for _ in range(_DRAWN)]
+    out = np.zeros((len(picked), count), dtype=np.int64)
+    for row, nodes in zip(out, picked, strict=True):
+        row[list(nodes)] = 1
+    return out
 
 
 def _plan(

@@ -9,6 +9,7 @@ step k ─▶ Signals ─▶ SignalHistory.observed ─▶ Trigger (triggers.py)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -99,7 +100,8 @@ class SignalHistory:
 
     `references` are the drift signals at the last planning; `outside` counts the steps that a signal has been
     beyond its threshold (0: inside). `crossings` are the steps at which a cause fired, by its name;
-    `losses` are the steps at which GPUs in use were gone without a warning, `switches` the transitions done.
+    `losses` are the steps at which GPUs in use were gone without a warning, `lost_nodes` how many nodes each
+    time, `switches` the transitions done.
     `trend` is the direction of the lengths, 1 up and -1 down, since they
     last drifted by a third of their threshold. `waiting_for` is the cause of a change that was refused though
     it is better, `waiting_since` the step of the first refusal, and `waited_s` the seconds that staying has
@@ -112,6 +114,7 @@ class SignalHistory:
     crossings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     switches: tuple[Switch, ...] = ()
     losses: tuple[int, ...] = ()
+    lost_nodes: tuple[int, ...] = ()
     started_at: int = 0
     planned_at: int = 0
     trend: int = 0
@@ -132,6 +135,7 @@ class SignalHistory:
             crossings=earlier.crossings,
             switches=earlier.switches,
             losses=earlier.losses,
+            lost_nodes=earlier.lost_nodes,
             started_at=earlier.started_at,
         )
 
@@ -166,9 +170,17 @@ class SignalHistory:
         known = self.crossings.get(name, ())
         return replace(self, crossings={**self.crossings, name: (*known, step)})
 
-    def with_loss(self, step: int) -> SignalHistory:
-        """GPUs in use were gone at this step without a warning."""
-        return replace(self, losses=(*self.losses, step))
+    def with_loss(self, step: int, num_nodes: int = 1) -> SignalHistory:
+        """GPUs in use, of so many nodes, were gone at this step without a warning."""
+        return replace(self, losses=(*self.losses, step), lost_nodes=(*self.lost_nodes, num_nodes))
+
+    @property
+    def burst_shares(self) -> dict[int, float]:
+        """How large sudden losses were: the share of those with so many nodes; one node where none was."""
+        if not self.lost_nodes:
+            return {1: 1.0}
+        counts = Counter(self.lost_nodes)
+        return {size: count / len(self.lost_nodes) for size, count in sorted(counts.items())}
 
     def loss_rate(self, step: int) -> float:
         """Sudden losses a step so far."""

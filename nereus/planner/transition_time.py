@@ -99,7 +99,7 @@ def transition_cost(
     topology = topology_of(gpus, after.cluster)
     specs = _specs(models, dtype)
     held, wanted = (cluster_state(seated, alive, models, dtype) for seated in (before, after))
-    lost = _lost_unchanged(before, held)
+    lost = frozenset(map(str, lost_unchanged(before, alive)))
     wanted, read = _without(wanted, lost), [unit for unit in wanted.units if unit.model_stage in lost]
     replica_bytes = state_bytes(models, dtype)
     try:
@@ -130,10 +130,13 @@ def serving_units(seated: Seated) -> frozenset[Layout]:
     )
 
 
-def _lost_unchanged(before: Seated, held: ClusterState) -> frozenset[str]:
+def lost_unchanged(before: Seated, alive: frozenset[GpuId]) -> frozenset[ModelStage]:
     """The model-stages of models that do not change of which no live unit is left."""
-    named = {str(item.model_stage) for item in before.plan.assignments if item.model_stage in UNCHANGED}
-    return frozenset(named - {unit.model_stage for unit in held.units})
+    return frozenset(
+        item.model_stage
+        for item in before.plan.assignments
+        if item.model_stage in UNCHANGED and not any(map(alive.issuperset, before.units(item)))
+    )
 
 
 def _without(state: ClusterState, model_stages: frozenset[str]) -> ClusterState:

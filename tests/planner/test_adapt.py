@@ -8,7 +8,7 @@ import pytest
 
 from nereus.config.adaptation import PaybackPolicy, Thresholds
 from nereus.errors import Infeasible
-from nereus.planner.adapt import Controller, first, review, same_units
+from nereus.planner.adapt import Controller, first, forced_way, outlook_of, review, same_units
 from nereus.planner.calibration import NEUTRAL
 from nereus.planner.choose import best_plan
 from nereus.planner.held import best, held, leaner, scaled, sizes_of, with_layouts
@@ -20,9 +20,9 @@ from nereus.planner.policies.never import Never
 from nereus.planner.profile import ClusterProfile
 from nereus.planner.seating import seat, shapes_of
 from nereus.planner.signals import Gpu, Signals, Switch
-from nereus.planner.transition_time import FixedCosts, state_bytes, transition_cost
+from nereus.planner.transition_time import FixedCosts, lost_unchanged, state_bytes, transition_cost
 from nereus.planner.triggers import Cause
-from nereus.planner.workload import Algorithm, Stage
+from nereus.planner.workload import Algorithm, ModelStage, Stage
 from tests.planner.plan_requests import request
 
 JOB = request("2x8xH100", batch=512, algorithm=Algorithm.GRPO)
@@ -42,6 +42,11 @@ def pool(*nodes: int, drain_s: dict[int, float] | None = None) -> tuple[Gpu, ...
         for node in nodes
         for at in range(8)
     )
+
+
+def ids_of(gpus: tuple[Gpu, ...]) -> frozenset[int]:
+    """Their ids."""
+    return frozenset(gpu.id for gpu in gpus)
 
 
 def signals(step: int, mean: float = 500.0, gpus: tuple[Gpu, ...] = pool(0, 1)) -> Signals:
@@ -100,6 +105,54 @@ def test_lost_gpus_force_a_move_even_under_never() -> None:
     assert outcome.seated.in_use <= {gpu.id for gpu in pool(1)}
     assert outcome.decision is not None
     assert outcome.decision.change.old_step_s is None
+
+
+@pytest.mark.parametrize("read_bytes_per_s", [1e7, 2e9, 1e15])
+@pytest.mark.parametrize("lost", range(4))
+def test_a_forced_move_takes_the_plan_that_costs_least_with_the_way_there(
+    read_bytes_per_s: float, lost: int
+) -> None:
+    """Beside the plan with the shortest step, as who does not look ahead takes it."""
+    job = request("4x8xH100", batch=512, algorithm=Algorithm.GRPO)
+    costs = replace(COSTS, read_bytes_per_s=read_bytes_per_s)
+    made = controller(request=job, costs=costs)
+    seated, history = first(made, signals(0, gpus=pool(0, 1, 2, 3)))
+    for step in (1, 2, 3, 4):  # the pool changes before every step, so no plan lasts
+        history = history.with_crossing(Cause.POOL, step)
+    left = signals(5, gpus=pool(*(node for node in range(4) if node != lost)))
+    lost_now = history.with_loss(5).with_crossing(Cause.LOST, 5)
+    way, outlook = forced_way(made, seated, left, lost_now), outlook_of(made, lost_now, 5)
+    assert way is not None
+    assert way.steps == 1.0
+    totals = []
+    for policy in (made.policy, Never()):
+        outcome = review(replace(made, policy=policy), seated, left, history)
+        assert outcome.moves
+        assert outcome.cost is not None
+        risk_s = outlook.risk_s(outcome.seated.plan, outcome.seated.cluster)
+        totals.append(outcome.seated.plan.step_s + risk_s + outcome.cost.seconds)
+    assert totals[0] <= totals[1] + 1e-9
+
+
+def test_where_all_copies_of_a_reference_are_lost_one_is_read_and_not_as_many_as_there_were() -> None:
+    job = request("4x8xH100", batch=512, algorithm=Algorithm.PPO)
+    made = controller(request=job)
+    seated, history = first(made, signals(0, gpus=pool(0, 1, 2, 3)))
+    lost = next(
+        node
+        for node in range(4)
+        if lost_unchanged(seated, ids_of(pool(*({0, 1, 2, 3} - {node})))) == {ModelStage.REFERENCE_INFERENCE}
+    )
+    left = signals(5, gpus=pool(*sorted({0, 1, 2, 3} - {lost})))
+    costs = {}
+    for policy in (made.policy, Never()):
+        outcome = review(replace(made, policy=policy), seated, left, history.with_crossing(Cause.POOL, 4))
+        assert outcome.cost is not None
+        items = outcome.seated.plan.assignments
+        units = next(item.dp for item in items if item.model_stage is ModelStage.REFERENCE_INFERENCE)
+        costs[policy.name] = (units, outcome.cost.reading_s)
+    assert costs["payback"][0] == 1 < costs["never"][0]
+    assert costs["payback"][1] == pytest.approx(costs["never"][1] / costs["never"][0])
 
 
 def test_new_gpus_are_refused_by_never_and_taken_by_payback() -> None:
