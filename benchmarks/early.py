@@ -59,6 +59,7 @@ class Clocks:
     generators: Sequence[TorchGenerator]
     scorers: Mapping[str, TorchEngine]
     clock_s: list[float] = field(init=False)
+    num_halts: int = 0
     begins_s: float = 0.0
     """When the conversation, or the calls, that come next begin."""
 

@@ -97,6 +97,8 @@ class Cluster:
         self._num_inside = 0
         self._busy_s: dict[str, float] = {}
         self._halted = halted or threading.Event()
+        self.num_halts = 0
+        """How often `halt` was called: a thread that was under way since before is of a try that failed."""
         self.stop = stop
         self.coordinator = Coordinator(StoreRecord(store.client))
         self._epoch = 0
@@ -342,6 +344,7 @@ class Cluster:
 
     def halt(self) -> None:
         """End all waits, because a stage failed or a stop is on its way; `reap` lifts it."""
+        self.num_halts += 1
         self._halted.set()
 
     def reap(self, *, timeout_s: float) -> frozenset[Rank]:

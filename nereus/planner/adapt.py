@@ -143,8 +143,9 @@ def forced_way(
     """How ways are judged where the job has to move; None for a policy that does not look ahead."""
     if not controller.policy.looks_ahead:
         return None
-    changes = sum(map(len, history.crossings.values()))
-    lasted = (signals.step - history.started_at) / changes if changes else SPAN_STEPS
+    # As if one plan of the usual length had gone before: few changes so far tell little.
+    changes = 1 + sum(map(len, history.crossings.values()))
+    lasted = (SPAN_STEPS + signals.step - history.started_at) / changes
     return ForcedWay(
         controller=controller,
         before=seated,
@@ -208,14 +209,13 @@ def outlook_of(controller: Controller, history: SignalHistory, step: int) -> Out
         move_s=move_s / (fmean(intervals) if intervals else SPAN_STEPS),
         loss_s=max(costs.restart_s - move_s, 0.0) * history.loss_rate(step),
         read_s=_read_s(controller) * history.loss_rate(step),
-        bursts=tuple(history.burst_shares.items()),
+        bursts=history.bursts,
     )
 
 
 def _with_loss(seated: Seated, signals: Signals, history: SignalHistory) -> SignalHistory:
-    """GPUs that the plan uses are gone: of at least so many nodes."""
-    gone = len(seated.in_use - signals.ids)
-    return history.with_loss(signals.step, -(-gone // seated.cluster.pools[0].gpus_per_node))
+    """GPUs that the plan uses are gone."""
+    return history.with_loss(signals.step, len(seated.in_use - signals.ids))
 
 
 def _read_s(controller: Controller) -> float:

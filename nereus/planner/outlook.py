@@ -42,8 +42,8 @@ class Outlook:
 
     `factors` are multiples of the lengths of now, now first. `move_s` is a forced move, spread over the steps
     that the outlook spans; `loss_s` what the loss of a last copy of a trained model costs, times its chance
-    in a step, `read_s` the same of a model that does not change. `bursts` are the numbers of nodes that
-    vanish at once, with their shares of all sudden losses.
+    in a step, `read_s` the same of a model that does not change. `bursts` are the numbers of GPUs that vanish
+    at once, with their shares of all sudden losses.
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -56,8 +56,12 @@ class Outlook:
         """Expected seconds a step that the plan loses with nodes that vanish."""
         if not (self.loss_s or self.read_s):
             return 0.0
+        width = cluster.pools[0].gpus_per_node
         trained, unchanged = (
-            sum(share * exposure(plan, cluster, holders, num_lost=size) for size, share in self.bursts)
+            sum(
+                share * exposure(plan, cluster, holders, num_lost=-(-size // width))
+                for size, share in self.bursts
+            )
             for holders in (TRAINED, UNCHANGED)
         )
         return self.loss_s * trained + self.read_s * unchanged

@@ -100,8 +100,8 @@ class SignalHistory:
 
     `references` are the drift signals at the last planning; `outside` counts the steps that a signal has been
     beyond its threshold (0: inside). `crossings` are the steps at which a cause fired, by its name;
-    `losses` are the steps at which GPUs in use were gone without a warning, `lost_nodes` how many nodes each
-    time, `switches` the transitions done.
+    `losses` are the steps at which GPUs in use were gone without a warning, `lost_gpus` how many each time,
+    `switches` the transitions done.
     `trend` is the direction of the lengths, 1 up and -1 down, since they
     last drifted by a third of their threshold. `waiting_for` is the cause of a change that was refused though
     it is better, `waiting_since` the step of the first refusal, and `waited_s` the seconds that staying has
@@ -114,7 +114,7 @@ class SignalHistory:
     crossings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     switches: tuple[Switch, ...] = ()
     losses: tuple[int, ...] = ()
-    lost_nodes: tuple[int, ...] = ()
+    lost_gpus: tuple[int, ...] = ()
     started_at: int = 0
     planned_at: int = 0
     trend: int = 0
@@ -135,7 +135,7 @@ class SignalHistory:
             crossings=earlier.crossings,
             switches=earlier.switches,
             losses=earlier.losses,
-            lost_nodes=earlier.lost_nodes,
+            lost_gpus=earlier.lost_gpus,
             started_at=earlier.started_at,
         )
 
@@ -170,17 +170,15 @@ class SignalHistory:
         known = self.crossings.get(name, ())
         return replace(self, crossings={**self.crossings, name: (*known, step)})
 
-    def with_loss(self, step: int, num_nodes: int = 1) -> SignalHistory:
-        """GPUs in use, of so many nodes, were gone at this step without a warning."""
-        return replace(self, losses=(*self.losses, step), lost_nodes=(*self.lost_nodes, num_nodes))
+    def with_loss(self, step: int, num_gpus: int = 1) -> SignalHistory:
+        """So many GPUs in use were gone at this step without a warning."""
+        return replace(self, losses=(*self.losses, step), lost_gpus=(*self.lost_gpus, num_gpus))
 
     @property
-    def burst_shares(self) -> dict[int, float]:
-        """How large sudden losses were: the share of those with so many nodes; one node where none was."""
-        if not self.lost_nodes:
-            return {1: 1.0}
-        counts = Counter(self.lost_nodes)
-        return {size: count / len(self.lost_nodes) for size, count in sorted(counts.items())}
+    def bursts(self) -> tuple[tuple[int, float], ...]:
+        """How large sudden losses were: numbers of GPUs with their shares of all; one where none was."""
+        counts = Counter(self.lost_gpus or (1,))
+        return tuple((size, count / counts.total()) for size, count in sorted(counts.items()))
 
     def loss_rate(self, step: int) -> float:
         """Sudden losses a step so far."""

@@ -75,10 +75,14 @@ def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
     within = {RESCORE: config.rescores, REFERENCE: config.scores_reference_frozen}
     for work, took_s in record.stage_s.items():
         if (stage_of := STAGE_OF_WORK.get(work)) is not None and not within.get(work):
+            if record.stats.get(f"early/{work.removeprefix('score ')}"):
+                continue  # in part done while others generated: what is left of it tells nothing
             before_s = seconds.get(stage_of, 0.0)
             seconds[stage_of] = before_s + took_s if stage_of in in_turn else max(before_s, took_s)
     for work in [work for work, counts in within.items() if counts]:
         seconds[Stage.TRAINING] = seconds.get(Stage.TRAINING, 0.0) + record.stage_s.get(work, 0.0)
+    if any(record.stats.get(name) for name in ("early/policy", "early/frozen")):
+        seconds.pop(Stage.TRAINING, None)
     return SeenStep(
         mean=record.length_mean,
         p95=record.length_p95,

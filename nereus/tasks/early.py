@@ -9,7 +9,8 @@ The longest responses decide when generation ends; until then most of its GPUs w
 is free when none of its workers belongs to a unit of generation that still has rows.
 
 Rows are scored in chunks, cut from the rows of one generation unit when that ends. A chunk holds the same
-rows whoever scores it and when, so numbers do not depend on which unit was first.
+rows whoever scores it and when. So numbers do not depend on which unit was first where rows are dealt
+beforehand; where they enter as others end, speed decides which rows run, and are scored, together.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import torch
 from nereus.emu.batch import TokenBatch, join_rows
 from nereus.emu.cluster import Answer, Call
 from nereus.emu.layout import Layout, Rank
+from nereus.errors import Cancelled, explain
 from nereus.tasks.job import Job
 from nereus.tasks.micro_batches import Limit
 from nereus.tasks.scoring import Scoring, joined, scorings_of
 from nereus.tasks.stages import GENERATION
 
 EARLY = "early"  # its name among what a step has done
+_FILLS = 4  # a pipeline of pp stages then rests for (pp - 1) / (5 pp - 1) of a chunk: a fifth at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,9 @@ class Work:
         return sum(sizes[index] for index in self._results) / sum(sizes)
 
     def cut(self, numbers: Sequence[int], rows: TokenBatch) -> None:
-        """Further rows, in chunks that keep a unit's whole pipeline busy once."""
-        depth = max(unit.pp for unit in self.units)
+        """Further rows, in chunks of a micro-batch, or of enough of them to fill a pipeline."""
+        pp = max(unit.pp for unit in self.units)
+        depth = 1 if pp == 1 else _FILLS * pp
         for part in cut(rows, self.scoring.limit(self.job), depth):
             chosen = tuple(numbers[row] for row in part)
             self.chunks.append(Chunk(numbers=chosen, rows=rows.select(torch.tensor(part)).trimmed()))
@@ -97,15 +101,18 @@ class Work:
         """
         self._early_share = self.early_share
         self._under_way.clear()  # an earlier try may have failed in the middle
-        by_rank = {unit.ranks[0]: unit for unit in self.units}
+        cluster = self.job.cluster
+        by_rank, num_halts = {unit.ranks[0]: unit for unit in self.units}, cluster.num_halts
 
         def then(answer: Answer) -> Mapping[Rank, Call]:
+            if cluster.num_halts != num_halts:  # another stage failed, and somebody recovers meanwhile
+                raise Cancelled(explain(f"stopped in: {self.scoring.what}", remedy="run again with --resume"))
             return self.call(by_rank[answer.rank]) if self.take(answer) else {}
 
         first = {rank: call for unit in self.units for rank, call in self.call(unit).items()}
-        self.job.cluster.converse(first, then, what=self.scoring.what)
+        cluster.converse(first, then, what=self.scoring.what)
         # As if all units had had their share, which is what the planner counts on.
-        self.job.cluster.add_busy_s(self.scoring.what, self._seconds / len(self.units))
+        cluster.add_busy_s(self.scoring.what, self._seconds / len(self.units))
         self._seconds = 0.0
         numbers = [number for chunk in self.chunks for number in chunk.numbers]
         parts = [self._results[index] for index in range(len(self.chunks))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 import torch
 
@@ -57,7 +58,7 @@ def observe(
         lengths_b=lengths_b,
         work_s={} if job.again else work_s,
         memory_bytes=known_memory(job, memory_bytes) if device(job.config) == "cuda" else {},
-        terms_s={} if job.again else terms_of(seen.values(), job.stages),
+        terms_s={} if job.again else terms_of(seen, job.stages),
     )
     actor = trained.get(TRAINING)
     return StepRecord(
@@ -106,7 +107,9 @@ def known_memory(job: Job, memory_bytes: Mapping[Rank, int]) -> dict[Rank, int]:
     return {**{rank: size for rank, size in before.items() if rank in unasked}, **memory_bytes}
 
 
-CONCURRENT = ("score rewards", "score reference", "score policy", "score values")
+CONCURRENT = ("score rewards", "score reference", "score frozen", "score policy", "score values")
+SEEN_AS = {"score frozen": "score reference"}
+"""The stage of a kind of work that has no stage of its own name."""
 AHEAD = (GENERATE, "score rewards")
 
 
@@ -118,7 +121,11 @@ def _path_s(work_s: Mapping[str, float], stage_s: Mapping[str, float]) -> float:
     if "wait for rows" in work_s:
         work_s = {name: seconds for name, seconds in work_s.items() if name not in AHEAD}
     alone = sum(seconds for name, seconds in work_s.items() if name not in CONCURRENT)
-    beside = (min(work_s[name], stage_s.get(name, work_s[name])) for name in CONCURRENT if name in work_s)
+    beside = (
+        min(work_s[name], stage_s.get(SEEN_AS.get(name, name), work_s[name]))
+        for name in CONCURRENT
+        if name in work_s
+    )
     return alone + max(beside, default=0.0)
 
 
@@ -139,22 +146,24 @@ def peak_memory(job: Job, *, but: Iterable[Rank] = ()) -> dict[Rank, Observed]:
     return job.cluster.run(dict.fromkeys(asked, Call("observe")), what="observe")
 
 
-def terms_of(seen: Iterable[Observed], stages: Mapping[str, StageSpec]) -> dict[str, dict[str, float]]:
-    """Seconds by call (`actor.training/train`) and term.
+def terms_of(seen: Mapping[Rank, Observed], stages: Mapping[str, StageSpec]) -> dict[str, dict[str, float]]:
+    """Seconds by call (`actor.training/train`) and term: the mean over the model-stage's units, also over
+    those that had no part. What is scored early is not shared out evenly, and the cost model counts on even
+    shares.
 
-    Of a collective the shortest: who comes last waits for nobody, so that is what it takes by itself. Of all
-    others the mean over the model-stage's workers, also over those that had no part: what is scored early is
-    not shared out evenly, and the cost model counts on even shares.
+    Of a collective a unit's shortest counts: who comes last waits for nobody, so that is what it takes by
+    itself. Of all others the mean over its workers.
     """
-    values: dict[str, dict[str, list[float]]] = {}
-    for one in seen:
-        for call, terms in one.terms.items():
-            for term, seconds in terms.items():
-                values.setdefault(call, {}).setdefault(term, []).append(seconds)
-    return {
-        call: {
-            term: min(all_s) if term in COLLECTIVES else sum(all_s) / len(stages[call.split("/")[0]].ranks)
-            for term, all_s in terms.items()
-        }
-        for call, terms in values.items()
-    }
+    out: dict[str, dict[str, float]] = {}
+    for call in {call for one in seen.values() for call in one.terms}:
+        units = stages[call.split("/")[0]].units
+        for unit in units:
+            told = [
+                seen[rank].terms[call] for rank in unit.ranks if rank in seen and call in seen[rank].terms
+            ]
+            for term in {term for terms in told for term in terms}:
+                all_s = [terms[term] for terms in told if term in terms]
+                own_s = min(all_s) if term in COLLECTIVES else fmean(all_s)
+                terms_s = out.setdefault(call, {})
+                terms_s[term] = terms_s.get(term, 0.0) + own_s / len(units)
+    return out

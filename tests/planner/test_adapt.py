@@ -123,7 +123,7 @@ def test_a_forced_move_takes_the_plan_that_costs_least_with_the_way_there(
     lost_now = history.with_loss(5).with_crossing(Cause.LOST, 5)
     way, outlook = forced_way(made, seated, left, lost_now), outlook_of(made, lost_now, 5)
     assert way is not None
-    assert way.steps == 1.0
+    assert way.steps == (10 + 5) / (1 + 5)  # as if one plan of ten steps had gone before
     totals = []
     for policy in (made.policy, Never()):
         outcome = review(replace(made, policy=policy), seated, left, history)

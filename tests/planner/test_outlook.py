@@ -112,8 +112,8 @@ def test_the_rate_of_losses_is_their_number_over_the_steps_seen() -> None:
     history = SignalHistory(started_at=10)
     assert history.loss_rate(30) == 0.0
     assert history.with_loss(12).with_loss(20).loss_rate(30) == 0.1
-    assert history.burst_shares == {1: 1.0}
-    assert history.with_loss(12).with_loss(20, 3).with_loss(21, 3).burst_shares == {1: 1 / 3, 3: 2 / 3}
+    assert history.bursts == ((1, 1.0),)
+    assert history.with_loss(12).with_loss(20, 24).with_loss(21, 24).bursts == ((1, 1 / 3), (24, 2 / 3))
     later = SignalHistory(started_at=40).after(history.with_loss(12))
     assert (later.losses, later.started_at) == ((12,), 10)
 

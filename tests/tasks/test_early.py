@@ -17,6 +17,7 @@ from nereus.config import BatchConfig
 from nereus.emu.batch import Rollouts, Sampling, Scores, TokenBatch
 from nereus.emu.cluster import Answer, Call
 from nereus.emu.layout import Layout, Rank
+from nereus.errors import Cancelled
 from nereus.tasks.early import EARLY, Early, cut, may_score_early
 from nereus.tasks.generate import answers
 from nereus.tasks.job import Job
@@ -66,6 +67,7 @@ class Workers:
     fails_at: int | None = None
     scored: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     busy_s: dict[str, float] = field(default_factory=dict)
+    num_halts: int = 0
 
     def converse(
         self,
@@ -225,6 +227,24 @@ def test_what_was_scored_before_a_worker_died_is_kept(
         except RuntimeError:
             check(job, workers, [kind], num)
     assert sum(len(early.work(kind).chunks) for kind in KINDS) >= len({*workers.scored})
+
+
+def test_scoring_under_way_when_another_stage_fails_sends_nothing_more() -> None:
+    job = job_of([unit(0), unit(1)], APART, random.Random(0), rows=1)
+    generate(job, [[], [0, 1, 2, 3, 4, 5]])
+    workers = cast(Workers, job.cluster)
+    before, work = len(workers.scored), workers.work
+
+    def work_until_halted(call: Call) -> Any:
+        workers.num_halts += 1
+        return work(call)
+
+    workers.work = work_until_halted  # type: ignore[method-assign]
+    with pytest.raises(Cancelled):
+        score_stage(job, OF_REFERENCE, rows_of(range(6)))
+    assert len(workers.scored) == before + 1
+    workers.work = work  # type: ignore[method-assign]
+    check(job, workers, KINDS, 6)
 
 
 def test_chunks_do_not_depend_on_who_ends_first() -> None:
