@@ -20,7 +20,7 @@ POLICIES = (
     "payback",
     "oracle",
 )
-SEEN = ("HH", "LL", "load", "small", "churn")  # looked at while the policies were made, unlike the others
+SEEN = ("p3", "HH", "LL", "load", "small", "churn")  # looked at while the policies were made, unlike the others
 Results = dict[str, dict[str, Any]]
 """By trace: its size, and a row of numbers for every policy."""
 
@@ -135,7 +135,7 @@ synthetic ones: `spot` (70B, 80 to 192 H100 that come and go in bursts, spells o
 network), `load` (8B on 16 H100 that stay), `small` and `churn` (8B on 16 to 48 L40S that come and go, slow
 spells), `ebb` (8B on 16 to 40 H100 that come and go, slow spells; lengths rise and fall again), `grow` (70B,
 from 128 to 1,024 H100 in 1,000 steps). {", ".join(SEEN)} were looked at while the policies were made, the
-others only afterwards (p3, LH and spot had been run with earlier policies; nothing was changed for their
+others only afterwards (LH and spot had been run with earlier policies; nothing was changed for their
 sake). Plans are of the general space (any dp, pp any divisor of the layers), for `grow` of
 powers of two.
 
