@@ -20,7 +20,8 @@ POLICIES = (
     "payback",
     "oracle",
 )
-SEEN = ("p3", "HH", "LL", "load", "small", "churn")  # looked at while the policies were made, unlike the others
+SEEN = ("p3", "HH", "LL", "load", "small", "churn")
+"""Traces that were looked at while the policies were made, unlike the others."""
 Results = dict[str, dict[str, Any]]
 """By trace: its size, and a row of numbers for every policy."""
 
