@@ -102,8 +102,8 @@ def on_survivors(
     A loss of GPUs in use counts towards the rate that later plans are rated by. Raises Infeasible when
     nothing fits.
     """
-    if seated.in_use - signals.ids:
-        history = _with_loss(seated, signals, history).with_crossing(Cause.LOST, signals.step)
+    if gone := seated.in_use - signals.ids:
+        history = history.with_loss(signals.step, len(gone)).with_crossing(Cause.LOST, signals.step)
     lasting = signals.staying(signals.now_s + controller.drain_margin_s)
     outlook = outlook_of(controller, history, signals.step)
     way = forced_way(controller, seated, signals, history)
@@ -170,8 +170,8 @@ def review(controller: Controller, seated: Seated, signals: Signals, history: Si
     usable = frozenset(gpu.id for gpu in lasting)
     thresholds = controller.thresholds
     history = history.observed(signals, limits(thresholds), thresholds.hysteresis)
-    if seated.in_use - signals.ids:
-        history = _with_loss(seated, signals, history)
+    if gone := seated.in_use - signals.ids:
+        history = history.with_loss(signals.step, len(gone))
     fresh = trigger_of(
         signals,
         history,
@@ -211,11 +211,6 @@ def outlook_of(controller: Controller, history: SignalHistory, step: int) -> Out
         read_s=_read_s(controller) * history.loss_rate(step),
         bursts=history.bursts,
     )
-
-
-def _with_loss(seated: Seated, signals: Signals, history: SignalHistory) -> SignalHistory:
-    """GPUs that the plan uses are gone."""
-    return history.with_loss(signals.step, len(seated.in_use - signals.ids))
 
 
 def _read_s(controller: Controller) -> float:
@@ -315,11 +310,12 @@ def proposal(
     """
     shapes = shapes_of(pool, request.cluster)
     asked = [replace(request, cluster=shape.cluster) for shape in shapes]
+    near = None if way is None else way.near
     try:
         ratings = [
             (rating, shape)
             for one, shape in zip(asked, shapes, strict=True)
-            for rating in rated(one, request.cluster, headroom, outlook, None if way is None else way.near)
+            for rating in rated(one, request.cluster, headroom, outlook, near)
             or rated(leaner(one), request.cluster, headroom, NOW)
         ]
     except ConfigError as error:
@@ -333,7 +329,7 @@ def proposal(
     sizes = state_bytes(request.workload.models, request.workload.dtype)
     ordered = sorted(ratings, key=lambda pair: pair[0].order)
     found = seat(ordered[0][0].plan, ordered[0][1], before, sizes)
-    if way is None:
+    if way is None or len(ordered) == 1:
         return found
     lacks_headroom, step_s = ordered[0][0].order
     least = step_s + way.step_share_s(found)

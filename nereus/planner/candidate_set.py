@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nereus.planner.cost import StageCost, StageCosts, publish_times, stage_times
 from nereus.planner.fixed import Choice, Cut, chosen, chosen_number
@@ -64,6 +65,11 @@ class CandidateSet:
         """The memory of one candidate, by term."""
         _, memory = self.blocks[int(self.block[row])]
         return memory.at(int(self.memory_row[row]))
+
+    def has_cut(self, cut: Cut) -> NDArray[np.bool_]:
+        """Which candidates are cut so."""
+        tp, pp, ep, cp = cut
+        return np.asarray((self.tp == tp) & (self.pp == pp) & (self.ep == ep) & (self.cp == cp))
 
     def take(self, rows: Ints) -> CandidateSet:
         """The set with only these candidates."""

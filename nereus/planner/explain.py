@@ -9,13 +9,12 @@ from enum import StrEnum
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nereus.planner.candidate_set import CandidateSet, problem_of
+from nereus.planner.candidate_set import problem_of
 from nereus.planner.choose import Priced, best_of
 from nereus.planner.fixed import Cut
 from nereus.planner.lean import leanest
-from nereus.planner.plan import Assignment, Plan
+from nereus.planner.plan import Plan
 from nereus.planner.search import root_bound
 from nereus.planner.workload import ModelStage
 
@@ -80,7 +79,7 @@ def _without(priced: Priced, plan: Plan) -> list[Priced]:
     rest: list[Priced] = []
     for model_stage in _ACTOR:
         chosen = plan.of(model_stage)
-        same = _is_cut(priced.set_of(model_stage), _cut_of(chosen))
+        same = priced.set_of(model_stage).has_cut(chosen.cut)
         rest.append(priced.keep(model_stage, ~same))
         priced = priced.keep(model_stage, same)
     return rest
@@ -98,7 +97,7 @@ def families(priced: Priced, best: Plan, model_stages: Iterable[ModelStage] = _A
         fitting = set(zip(*(column.tolist() for column in columns), strict=True))
         chosen = best.of(model_stage)
         for cut in item.cuts:
-            if cut == _cut_of(chosen):
+            if cut == chosen.cut:
                 continue
             found.append(
                 _solved(priced, best, model_stage, cut)
@@ -109,7 +108,7 @@ def families(priced: Priced, best: Plan, model_stages: Iterable[ModelStage] = _A
 
 
 def _solved(priced: Priced, best: Plan, model_stage: ModelStage, cut: Cut) -> Family:
-    only = priced.keep(model_stage, _is_cut(priced.set_of(model_stage), cut))
+    only = priced.keep(model_stage, priced.set_of(model_stage).has_cut(cut))
     tp, pp, ep, cp = cut
     bound_s = min(root_bound(problem_of(only.request, only.sets, at)) for at in only.request.arrangements)
     if np.isfinite(bound_s) and bound_s > _WORTH_SOLVING * best.step_s:
@@ -163,12 +162,3 @@ def _too_big(priced: Priced, model_stage: ModelStage, cut: Cut) -> Family:
         proven_best=True,
         reason=need.text,
     )
-
-
-def _is_cut(item: CandidateSet, cut: Cut) -> NDArray[np.bool_]:
-    tp, pp, ep, cp = cut
-    return np.asarray((item.tp == tp) & (item.pp == pp) & (item.ep == ep) & (item.cp == cp))
-
-
-def _cut_of(item: Assignment) -> Cut:
-    return item.tp, item.pp, item.ep, item.cp

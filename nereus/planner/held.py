@@ -115,7 +115,7 @@ def with_layouts(request: PlanRequest, sizes: Sizes, largest: ClusterProfile | N
     chosen = priced(request, largest)
     for stage, tp, pp, dp, ep, cp in sizes:
         rows = chosen.set_of(stage)
-        same = (rows.tp == tp) & (rows.pp == pp) & (rows.dp == dp) & (rows.ep == ep) & (rows.cp == cp)
+        same = rows.has_cut((tp, pp, ep, cp)) & (rows.dp == dp)
         if not same.any():  # too big, or a dp that the space leaves out as no better than a smaller one
             return _with_fixes(request, sizes)
         chosen = chosen.keep(stage, same)

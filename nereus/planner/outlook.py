@@ -101,9 +101,7 @@ class Near:
 
     def _with_cuts(self, chosen: Priced) -> Plan | None:
         for item in self.plan.assignments:
-            rows = chosen.set_of(item.model_stage)
-            same = (rows.tp == item.tp) & (rows.pp == item.pp) & (rows.ep == item.ep) & (rows.cp == item.cp)
-            chosen = chosen.keep(item.model_stage, same)
+            chosen = chosen.keep(item.model_stage, chosen.set_of(item.model_stage).has_cut(item.cut))
         return best_of(chosen)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nereus.planner.cost import StageCost
+from nereus.planner.fixed import Cut
 from nereus.planner.memory import StageMemory
 from nereus.planner.request import Arrangement, Option
 from nereus.planner.workload import ModelStage, Schedule, Stage
@@ -35,6 +36,11 @@ class Assignment:
     publish_s: float
     cost: StageCost
     memory: StageMemory
+
+    @property
+    def cut(self) -> Cut:
+        """How a unit is cut."""
+        return self.tp, self.pp, self.ep, self.cp
 
     @property
     def num_gpus(self) -> int:

@@ -71,8 +71,7 @@ def with_layouts(priced: Priced, plan: Plan) -> Priced:
     kinds = priced.request.cluster.gpu_kinds
     for item in _actor(plan):
         rows = priced.set_of(item.model_stage)
-        same = (rows.tp == item.tp) & (rows.pp == item.pp) & (rows.dp == item.dp)
-        same &= (rows.ep == item.ep) & (rows.cp == item.cp)
+        same = rows.has_cut(item.cut) & (rows.dp == item.dp)
         priced = priced.keep(
             item.model_stage, np.asarray(same & (rows.seat.pool == kinds.index(item.gpu_kind)))
         )
