@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -138,16 +136,7 @@ def main() -> None:
             numbers = one_seed(generators, scorers, options, seed, slots)
             found.setdefault(case, []).append(numbers)
             print(f"seed {seed}, {case}: {numbers['gain']:.3f}x", flush=True)
-    middle = {
-        case: {key: statistics.median(each[key] for each in seeds) for key in seeds[0]}
-        for case, seeds in found.items()
-    }
-    print(table(middle))
-    load = os.getloadavg()
-    print(f"load {load[0]:.1f} {load[1]:.1f} {load[2]:.1f} on {os.cpu_count()} CPUs; times are CPU seconds")
-    if options.out is not None:
-        text = json.dumps({"median": middle, "seeds": found, "load": load}, indent=1)
-        options.out.write_text(text + "\n", encoding="utf-8")
+    tail.conclude(found, table, options)
 
 
 def one_seed(

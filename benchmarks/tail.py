@@ -24,7 +24,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,15 @@ def main() -> None:
     for seed in range(options.seeds):
         for name, numbers in one_seed(generators, options, seed).items():
             found.setdefault(name, []).append(numbers)
+    conclude(found, table, options)
+
+
+def conclude(
+    found: Mapping[str, Sequence[Mapping[str, float]]],
+    table: Callable[[Mapping[str, Mapping[str, float]]], str],
+    options: argparse.Namespace,
+) -> None:
+    """Print the table of the medians over the seeds, and write all numbers to `options.out`."""
     middle = {
         name: {key: statistics.median(each[key] for each in seeds) for key in seeds[0]}
         for name, seeds in found.items()
@@ -225,7 +234,7 @@ def numbers_of(units: Units, tokens: int) -> dict[str, float]:
     }
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def table(found: Mapping[str, Mapping[str, float]]) -> str:
     """The medians, one way a row."""
     base = found["rounds"]["end_s"]
     lines = [

@@ -293,8 +293,7 @@ class Cluster:
                 for ref in ready:
                     results[pending[ref]], seconds = value_of(ref, pending[ref], what)
                     busy_s = max(busy_s, seconds)
-        with self._lock:
-            self._busy_s[what] = self._busy_s.get(what, 0.0) + busy_s
+        self.add_busy_s(what, busy_s)
         return results
 
     def converse(

@@ -15,6 +15,7 @@ from nereus.record.metrics import METRICS_FILE, read_records
 from nereus.record.step import StepRecord
 from nereus.tasks.adapt import STAGE_OF_WORK, request_of
 from nereus.tasks.planned_cluster import cluster_of, gpu_kind
+from nereus.tasks.scoring import OF_FROZEN, OF_POLICY, early_name
 from nereus.tasks.stages import TRAINING, read_models
 
 RESCORE, REFERENCE = "score policy", "score reference"
@@ -75,13 +76,13 @@ def seen(config: CampaignConfig, record: StepRecord) -> SeenStep:
     within = {RESCORE: config.rescores, REFERENCE: config.scores_reference_frozen}
     for work, took_s in record.stage_s.items():
         if (stage_of := STAGE_OF_WORK.get(work)) is not None and not within.get(work):
-            if record.stats.get(f"early/{work.removeprefix('score ')}"):
+            if record.stats.get(early_name(work)):
                 continue  # in part done while others generated: what is left of it tells nothing
             before_s = seconds.get(stage_of, 0.0)
             seconds[stage_of] = before_s + took_s if stage_of in in_turn else max(before_s, took_s)
     for work in [work for work, counts in within.items() if counts]:
         seconds[Stage.TRAINING] = seconds.get(Stage.TRAINING, 0.0) + record.stage_s.get(work, 0.0)
-    if any(record.stats.get(name) for name in ("early/policy", "early/frozen")):
+    if any(record.stats.get(early_name(scoring.what)) for scoring in (OF_POLICY, OF_FROZEN)):
         seconds.pop(Stage.TRAINING, None)
     return SeenStep(
         mean=record.length_mean,

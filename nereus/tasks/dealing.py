@@ -12,7 +12,6 @@ from nereus.emu.cluster import Answer, Call
 from nereus.emu.layout import Layout, Rank
 from nereus.tasks.early import Early
 from nereus.tasks.job import Job
-from nereus.tasks.stages import GENERATION
 
 
 def run_dealt(
@@ -39,7 +38,10 @@ def run_dealt(
         if early is None:
             results = job.cluster.run(calls, what=what)
         else:
-            results = _run_early(job, dealt, calls, early, what=what, is_last=number == len(in_rounds))
+            is_last = number == len(in_rounds)
+            for unit in spec.units[len(dealt) :] if is_last else ():
+                early.end(unit)  # it gets no rows
+            results = _run_early(job, dealt, calls, early, what=what, is_last=is_last)
         parts += [results[unit.ranks[0]] for unit, _ in dealt]
         dealt_rows += [rows for _, rows in dealt]
     return parts, torch.argsort(torch.cat(dealt_rows))
@@ -59,22 +61,15 @@ def _run_early(
     of_rank = {unit.ranks[0]: (unit, rows_n.tolist()) for unit, rows_n in dealt}
 
     def then(answer: Answer) -> Mapping[Rank, Call]:
-        if answer.call.aside:
-            early.take(answer)
-            return early.calls()
         results[answer.rank] = answer.result
-        if answer.rank not in of_rank:
-            return {}
-        unit, numbers = of_rank[answer.rank]
-        early.take_rows(unit, numbers, answer.result.batch)
-        if is_last:
-            early.end(unit)
-        return early.calls()
+        if answer.rank in of_rank:
+            unit, numbers = of_rank[answer.rank]
+            early.take_rows(unit, numbers, answer.result.batch)
+            if is_last:
+                early.end(unit)
+        return {}
 
-    if is_last:
-        for unit in set(job.stages[GENERATION].units) - {unit for unit, _ in dealt}:
-            early.end(unit)
-    job.cluster.converse(calls, then, what=what)
+    job.cluster.converse(calls, early.beside(then), what=what)
     return results
 
 

@@ -15,7 +15,7 @@ beforehand; where they enter as others end, speed decides which rows run, and ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,11 @@ from nereus.emu.layout import Layout, Rank
 from nereus.errors import Cancelled, explain
 from nereus.tasks.job import Job
 from nereus.tasks.micro_batches import Limit
-from nereus.tasks.scoring import Scoring, joined, scorings_of
+from nereus.tasks.scoring import Scoring, by_length, early_name, joined, scorings_of
 from nereus.tasks.stages import GENERATION
 
+Replies = Callable[[Answer], Mapping[Rank, Call]]
+"""What a conversation with the workers sends at every answer."""
 EARLY = "early"  # its name among what a step has done
 _FILLS = 4  # a pipeline of pp stages then rests for (pp - 1) / (5 pp - 1) of a chunk: a fifth at most
 
@@ -50,7 +52,7 @@ class Work:
     scoring: Scoring
     chunks: list[Chunk] = field(default_factory=list)
     _results: dict[int, Any] = field(default_factory=dict)
-    _under_way: dict[Rank, tuple[int, Call]] = field(default_factory=dict)
+    _under_way: dict[Layout, tuple[int, Call]] = field(default_factory=dict)
     _seconds: float = 0.0
     _early_share: float | None = None
 
@@ -58,6 +60,11 @@ class Work:
     def units(self) -> tuple[Layout, ...]:
         """Those that can do it."""
         return self.job.stages[self.scoring.stage].units
+
+    @property
+    def busy(self) -> set[Rank]:
+        """Workers of the units that are at it."""
+        return {rank for unit in self._under_way for rank in unit.ranks}
 
     @property
     def early_share(self) -> float:
@@ -82,18 +89,18 @@ class Work:
         if index is None:
             return {}
         call = self.scoring.call(self.job, self.chunks[index].rows, aside=True)
-        self._under_way[unit.ranks[0]] = (index, call)
+        self._under_way[unit] = (index, call)
         return dict.fromkeys(unit.ranks, call)
 
-    def take(self, answer: Answer) -> bool:
-        """What a unit found, and whether the answer was that: its first worker answers for it."""
-        index, call = self._under_way.get(answer.rank, (0, None))
-        if call is not answer.call:
-            return False
-        del self._under_way[answer.rank]
-        self._results[index] = answer.result
-        self._seconds += answer.seconds
-        return True
+    def take(self, answer: Answer) -> Layout | None:
+        """What a unit found: its first worker answers for it. The unit that is free now, if any."""
+        for unit, (index, call) in self._under_way.items():
+            if call is answer.call and unit.ranks[0] == answer.rank:
+                del self._under_way[unit]
+                self._results[index] = answer.result
+                self._seconds += answer.seconds
+                return unit
+        return None
 
     def finish(self) -> Any:
         """Score the chunks that are left, each on the unit that is free first; all results in the rows'
@@ -102,12 +109,13 @@ class Work:
         self._early_share = self.early_share
         self._under_way.clear()  # an earlier try may have failed in the middle
         cluster = self.job.cluster
-        by_rank, num_halts = {unit.ranks[0]: unit for unit in self.units}, cluster.num_halts
+        num_halts = cluster.num_halts
 
         def then(answer: Answer) -> Mapping[Rank, Call]:
             if cluster.num_halts != num_halts:  # another stage failed, and somebody recovers meanwhile
                 raise Cancelled(explain(f"stopped in: {self.scoring.what}", remedy="run again with --resume"))
-            return self.call(by_rank[answer.rank]) if self.take(answer) else {}
+            free = self.take(answer)
+            return {} if free is None else self.call(free)
 
         first = {rank: call for unit in self.units for rank, call in self.call(unit).items()}
         cluster.converse(first, then, what=self.scoring.what)
@@ -126,7 +134,6 @@ class Early:
     def __init__(self, job: Job) -> None:
         self._work = {one.what: Work(job=job, scoring=one) for one in scorings_of(job.config)}
         self._answering = set(job.stages[GENERATION].ranks)
-        self._scoring: dict[Rank, tuple[Work, Layout]] = {}  # by the first worker of a unit at work
         self._whole: dict[Layout, list[tuple[Sequence[int], TokenBatch]]] = {}
 
     def work(self, scoring: Scoring) -> Work:
@@ -147,11 +154,17 @@ class Early:
                 work.cut(numbers, rows)
         self._answering -= set(unit.ranks)
 
-    def take(self, answer: Answer) -> None:
-        """A call of scoring was answered."""
-        work, _ = self._scoring.get(answer.rank, (None, None))
-        if work is not None and work.take(answer):
-            del self._scoring[answer.rank]
+    def beside(self, then: Replies) -> Replies:
+        """The replies of generation's conversation, and the calls of scoring beside them."""
+
+        def replies(answer: Answer) -> Mapping[Rank, Call]:
+            if not answer.call.aside:
+                return {**then(answer), **self.calls()}
+            for work in self._work.values():
+                work.take(answer)
+            return self.calls()
+
+        return replies
 
     def calls(self) -> dict[Rank, Call]:
         """Chunks for units of scoring that are free; none once generation is over, so that its end waits for
@@ -160,18 +173,17 @@ class Early:
         calls: dict[Rank, Call] = {}
         if not self._answering:
             return calls
-        busy = self._answering | {rank for _, unit in self._scoring.values() for rank in unit.ranks}
+        busy = self._answering.union(*(work.busy for work in self._work.values()))
         for work in self._work.values():
             for unit in work.units:
                 if busy.isdisjoint(unit.ranks) and (given := work.call(unit)):
                     calls |= given
                     busy |= set(unit.ranks)
-                    self._scoring[unit.ranks[0]] = (work, unit)
         return calls
 
     def stats(self) -> dict[str, float]:
         """The share of rows that was scored early, by kind."""
-        return {f"early/{what.removeprefix('score ')}": work.early_share for what, work in self._work.items()}
+        return {early_name(what): work.early_share for what, work in self._work.items()}
 
 
 def early_of(job: Job) -> Early | None:
@@ -196,7 +208,7 @@ def cut(rows: TokenBatch, limit: Limit, depth: int) -> list[list[int]]:
     """Rows in consecutive parts, longest first, of `depth` micro-batches each. Pure."""
     lengths = (rows.prompt_lens_b + rows.response_lens_b).tolist()
     parts: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+    for row in by_length(rows).tolist():
         part = parts[-1] if parts else None
         if part is None or not _has_room(part, row, lengths, limit, depth):
             parts.append(part := [])

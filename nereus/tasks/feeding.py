@@ -148,7 +148,8 @@ def run_fed(
     """
     feeding = _Feeding(job, stage, rows, order, sampling, version, slots, early)
     between = feeding.between if rows.come_back else None
-    job.cluster.converse(feeding.begin(), feeding.answer, what=what, between=between)
+    then = feeding.answer if early is None else early.beside(feeding.answer)
+    job.cluster.converse(feeding.begin(), then, what=what, between=between)
 
 
 class _Feeding:
@@ -185,20 +186,15 @@ class _Feeding:
                 calls |= self._call(unit, given, begin=True)
             else:
                 self._end(unit)
-        return calls | self._early_calls()
+        return calls
 
     def answer(self, answer: Answer) -> Mapping[Rank, Call]:
         """What a unit that has answered gets to do next."""
-        if answer.call.aside:
-            assert self._early is not None, "who scores early has sent the call"
-            self._early.take(answer)
-            return self._early_calls()
         if answer.rank not in self._unit_of:
             return {}
-        calls = self._reply(self._unit_of[answer.rank], answer.result)
-        return {**calls, **self._early_calls()}
-
-    def _reply(self, unit: int, fed: Fed) -> Mapping[Rank, Call]:
+        fed: Fed | None = answer.result
+        assert fed is not None, "the first rank of a unit answers for it"
+        unit = self._unit_of[answer.rank]
         if fed.rollouts is not None:
             given = self._pool.given(unit)
             numbers = [given[row] for row in fed.rows_n.tolist()]
@@ -219,9 +215,6 @@ class _Feeding:
         """A unit gets no more rows."""
         if self._early is not None:
             self._early.end(self._units[unit])
-
-    def _early_calls(self) -> dict[Rank, Call]:
-        return {} if self._early is None else self._early.calls()
 
     def between(self, idle: bool) -> Mapping[Rank, Call]:
         """Work for units that rest; if no call is under way it waits for some, and ends all sessions if none

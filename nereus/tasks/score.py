@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from torch import Tensor
@@ -22,7 +21,15 @@ from nereus.tasks.dealing import run_dealt
 from nereus.tasks.early import early_of
 from nereus.tasks.generate import prompt_of_rows
 from nereus.tasks.job import Job
-from nereus.tasks.scoring import OF_POLICY, OF_REWARDS, OF_VALUES, Scoring, joined, reference_scoring
+from nereus.tasks.scoring import (
+    OF_POLICY,
+    OF_REWARDS,
+    OF_VALUES,
+    Scoring,
+    by_length,
+    joined,
+    reference_scoring,
+)
 from nereus.tasks.turns import turns_of
 
 
@@ -49,7 +56,7 @@ def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Re
     """The reward of every row: by the reward function in its own processes, or by the reward model."""
     with job.stage("score rewards"):
         if job.reward is None:
-            return _model_rewards(score_stage(job, OF_REWARDS, rollouts.batch))
+            return Rewards(values_b=score_stage(job, OF_REWARDS, rollouts.batch), missing={})
         num_rows = rollouts.batch.num_rows
         return rewards_of(job, prompt_of_rows(prompts, job.config.batch.samples, num_rows), rollouts)
 
@@ -57,7 +64,7 @@ def score_rewards(job: Job, prompts: Sequence[Prompt], rollouts: Rollouts) -> Re
 def rewards_of(job: Job, prompt_of_row: Sequence[Prompt], rollouts: Rollouts) -> Rewards:
     """The reward of every row, by function or model."""
     if job.reward is None:
-        return _model_rewards(score_all(job, OF_REWARDS, rollouts.batch))
+        return Rewards(values_b=score_all(job, OF_REWARDS, rollouts.batch), missing={})
     decode, masks = job.prepared.tokenizer.decode, drawn_by_policy(rollouts)
     requests = [
         RewardRequest(
@@ -78,11 +85,6 @@ def rewards_of(job: Job, prompt_of_row: Sequence[Prompt], rollouts: Rollouts) ->
         missing=missing_by_reason(results),
         queue_s=tuple(result.queue_s for result in results),
     )
-
-
-def _model_rewards(values_b: Tensor) -> Rewards:
-    """The reward model's judgement of each row, read at its last token."""
-    return Rewards(values_b=values_b, missing={})
 
 
 @task(name="score reference", cache_policy=NO_CACHE)
@@ -130,11 +132,6 @@ def score_all(job: Job, scoring: Scoring, batch: TokenBatch) -> Any:
         what=scoring.what,
     )
     return joined(parts, order)
-
-
-def by_length(batch: TokenBatch) -> Tensor:
-    """Rows longest first, so that units and micro-batches get rows of like length."""
-    return torch.argsort(batch.prompt_lens_b + batch.response_lens_b, descending=True, stable=True)
 
 
 def drawn_by_policy(rollouts: Rollouts) -> list[list[bool]]:

@@ -67,6 +67,16 @@ def scorings_of(config: CampaignConfig) -> tuple[Scoring, ...]:
     return tuple(scoring for is_needed, scoring in needed if is_needed)
 
 
+def early_name(what: str) -> str:
+    """The name in a step's statistics of the share of rows that was scored early by this kind of work."""
+    return f"early/{what.removeprefix('score ')}"
+
+
+def by_length(batch: TokenBatch) -> Tensor:
+    """Rows longest first, so that units and micro-batches get rows of like length."""
+    return torch.argsort(batch.prompt_lens_b + batch.response_lens_b, descending=True, stable=True)
+
+
 def joined(parts: Sequence[Any], order: Tensor) -> Any:
     """What units found for their rows, as one: `Scores`, or a tensor of rewards."""
     return torch.cat(list(parts))[order] if isinstance(parts[0], Tensor) else join_rows(parts, order)
