@@ -61,6 +61,7 @@ PURE_EMU = {
     "schedule_problem",
     "certificate",
     "spilling",
+    "live_spills",
     "list_schedule",
     "target",
     "transition_text",

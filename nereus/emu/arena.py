@@ -45,7 +45,7 @@ class Arena:
 
     Gaps between tensors and rows that no piece covers are zero and stay zero under elementwise updates.
     `starts` says at which element each tensor begins. `views` are the tensors that are allocated: all of
-    them, except while a bounded move fills or empties the arena.
+    them, except while a bounded move fills or empties the arena; none while it is vacated.
     """
 
     def __init__(
@@ -109,6 +109,18 @@ class Arena:
         for name in names:
             del self.views[name]
             self._pages.release(*self._span(name))
+
+    def vacate(self) -> None:
+        """Give all memory back while the numbers lie elsewhere; the tensors keep their place."""
+        self.views = {}
+        self._pages.vacate()
+
+    def occupy(self) -> None:
+        """Take the memory up again; what it contains is undefined. Raises MemoryError, or torch's
+        RuntimeError, without room.
+        """
+        self._pages.occupy()
+        self.views = dict(self._all)
 
     def _span(self, name: str) -> tuple[int, int]:
         view = self._all[name]

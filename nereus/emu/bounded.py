@@ -7,6 +7,7 @@ every unit changes, the change is made in two stages, one replica being left for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -125,7 +126,8 @@ def choose_together(changes: Mapping[str, Change], free_bytes: Mapping[Rank, int
     `free_bytes` is what ranks may hold beside what they hold now. Raises InvalidOperation when nothing fits.
     """
     shadow = {name: _beside(change.plans) for name, change in changes.items()}
-    if all(sum(one.get(rank, 0) for one in shadow.values()) <= free for rank, free in free_bytes.items()):
+    asked = shadow_bytes(changes)
+    if all(asked.get(rank, 0) <= free for rank, free in free_bytes.items()):
         return {}
     tight = {name: _tight(change) for name, change in changes.items()}
     least = {name: _smaller(amounts, tight[name]) for name, amounts in shadow.items()}
@@ -152,6 +154,14 @@ def choose_together(changes: Mapping[str, Change], free_bytes: Mapping[Rank, int
             least[name] = shadow[name]
     _check_fit(least, free_bytes)
     return out
+
+
+def shadow_bytes(changes: Mapping[str, Change]) -> dict[Rank, int]:
+    """Most bytes by rank that all changes hold in shadow mode beside the old shards."""
+    out: Counter[Rank] = Counter()
+    for change in changes.values():
+        out.update(_beside(change.plans))
+    return dict(out)
 
 
 def _check_fit(beside: Mapping[str, Mapping[Rank, int]], free_bytes: Mapping[Rank, int]) -> None:

@@ -9,9 +9,10 @@
 
 On a GPU none of this waits on the host: packing, the wire and unpacking are lanes (`lanes`) of their own.
 
-A region that is one run of memory and needs no cast goes from and into live storage; any other passes
-through a pooled buffer. Between ranks that read each other's memory most strided regions are moved from and
-into live storage, too. Each end decides that for itself: the bytes on the wire are the same.
+A region that is one run of memory and needs no cast goes from and into live storage; any other, and what was
+spilled from a GPU to its host, passes through a pooled buffer. Between ranks that read each other's memory
+most strided regions are moved from and into live storage, too. Each end decides that for itself: the bytes on
+the wire are the same.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ class Executor:
     ) -> MoveReport:
         """Move the state; collective over `plan.ranks`. `new` comes zeroed (bounded mode: unallocated).
 
-        A rank whose unit is kept passes its shard as `old` and as `new`. In shadow mode `old` is only read.
-        Raises TransportError naming a peer that is late or gone; the epoch's channels are then closed and
-        `new` holds nothing of worth.
+        A rank whose unit is kept passes its shard as `old` and as `new`. In shadow mode `old` is only read,
+        and may lie in host memory. Raises TransportError naming a peer that is late or gone; the epoch's
+        channels are then closed and `new` holds nothing of worth.
         """
         _check(plan, old, new)
         start = time.monotonic()
@@ -286,8 +287,9 @@ class _Run:
     ) -> tuple[Tensor, Tensor | None, Pairs]:
         """The bytes of an operation: live storage where one run of it serves, a staging buffer otherwise."""
         views = [(self._at(t.region, t.kind.name), self._wire(t.move)) for t in transfers]
-        if direct and transfers[0].region.contiguous and views[0][0].dtype == views[0][1]:
-            return views[0][0].view(-1).view(torch.uint8), None, []
+        first, wire = views[0]
+        if direct and transfers[0].region.contiguous and first.dtype == wire and self._is_near(first):
+            return first.view(-1).view(torch.uint8), None, []
         staging, pairs = self._stage(views, writer)
         return staging, staging, pairs
 
@@ -318,6 +320,10 @@ class _Run:
             pairs.append((view, staging[at:end].view(wire).view(view.shape)))
             at = end
         return staging, pairs
+
+    def _is_near(self, view: Tensor) -> bool:
+        """Whether it lies on the device, not in the host memory to which a shard was spilled."""
+        return view.device.type == self.pool.device.type
 
     def _wire(self, move: KindMove) -> torch.dtype:
         """The dtype on the wire; the plan keeps its few moves alive, so their identity is a key."""

@@ -195,8 +195,9 @@ class StreamLane:
             self._stream().wait_event(mark.event)
 
     def keep(self, tensor: Tensor) -> None:
-        """See Lane."""
-        tensor.record_stream(self._stream())
+        """See Lane. Memory of the host is held by its user."""
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream())
 
     def _stream(self) -> torch.cuda.Stream:
         return self.stream or torch.cuda.current_stream(self.device)

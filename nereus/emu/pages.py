@@ -134,6 +134,24 @@ class Pages:
         if first < last:
             self._memory.release(first, last)
 
+    def vacate(self) -> None:
+        """Give all of a range back that is held as a whole; until `occupy` nothing of it may be touched."""
+        if self._memory is None:
+            self.flat.untyped_storage().resize_(0)
+            return
+        assert self._holders.all(), "the range is held as a whole"
+        self._memory.release(0, len(self._holders))
+
+    def occupy(self) -> None:
+        """Take the range up again for those who hold it. What it contains is undefined.
+
+        Raises MemoryError, or torch's RuntimeError, when the device has no room.
+        """
+        if self._memory is None:
+            self.flat.untyped_storage().resize_(self.num_bytes)
+        else:
+            self._memory.hold(0, len(self._holders))
+
     def _unheld(self, lo: int, hi: int) -> tuple[int, int]:
         """The pages of bytes [lo, hi) without a holder: only the first and the last can have another."""
         first, last = lo // self._page_bytes, -(-hi // self._page_bytes)

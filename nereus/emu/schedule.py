@@ -14,13 +14,14 @@ each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nereus.emu.chain_time import Seconds, estimated
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
 from nereus.emu.list_schedule import Timeline, shortest
+from nereus.emu.live_spills import LiveSpills
 from nereus.emu.precedence import ChainEdge
 from nereus.emu.schedule_problem import Problem, Room, problem_of
 from nereus.emu.shard_bytes import Sizes
@@ -43,7 +44,7 @@ class Schedule:
     """When everything happens, sorted by start, and the graph whose edges keep memory within its caps.
 
     `tight` are ranks where old and new state do not fit together; without any, all chains may run in shadow
-    mode in one transaction. `peak_bytes` is the most model state on each tight rank.
+    mode in one transaction. `peak_bytes` is the most model state on each rank that was tight by its room.
     """
 
     graph: TransitionGraph
@@ -83,14 +84,18 @@ def schedule(
     seconds: Seconds | None = None,
     *,
     tries: int | None = None,
+    spills: LiveSpills = (),
 ) -> Schedule:
     """Schedule a graph; `seconds` times its chains, by default roughly, by their largest shards.
 
-    Deterministic. Compares `tries` orders: by default up to 256, fewer of many tasks, one above 64. Raises
-    Infeasible when the target exceeds a rank's memory, or a host's where old shards must go there.
+    Deterministic. Compares `tries` orders: by default up to 256, fewer of many tasks, one above 64. `spills`
+    come before whatever is made on their ranks, also where the room asks for none. Raises Infeasible when the
+    target exceeds a rank's memory, or a host's where old shards must go there.
     """
     problem = problem_of(graph, sizes, room, seconds or estimated(sizes, topology))
     problem, sequences = with_spills(problem, graph, room, topology)
+    if spills:
+        problem = problem.with_spills_first(spills, room)
     timeline = shortest(problem, sequences, tries=tries)
     tasks = problem.tasks
     listed = sorted(range(len(tasks)), key=lambda i: (timeline.start_s[i], timeline.end_s[i], i))
@@ -106,9 +111,14 @@ def schedule(
     return Schedule(
         graph=_with_edges(graph, problem, timeline),
         slots=slots,
-        tight=frozenset(rank for ranks in problem.bins for rank in ranks),
+        tight=frozenset(rank for ranks in _short_of_memory(problem) for rank in ranks),
         peak_bytes=_peaks(problem, timeline),
     )
+
+
+def _short_of_memory(problem: Problem) -> Iterator[tuple[Rank, ...]]:
+    yield from problem.bins
+    yield from (task.spill.ranks for task in problem.tasks if task.spill is not None)
 
 
 def _with_edges(graph: TransitionGraph, problem: Problem, timeline: Timeline) -> TransitionGraph:

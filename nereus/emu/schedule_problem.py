@@ -134,6 +134,19 @@ class Problem:
         tasks = (*self.tasks[:number], reader, *self.tasks[number + 1 :], spill)
         return replace(self, tasks=tasks)
 
+    def with_spills_first(self, spills: Sequence[tuple[int, Spill]], room: Room) -> Problem:
+        """These spills, each of the shards that a chain ends, come before whatever is made on their ranks."""
+        tasks = list(self.tasks)
+        for chain, spill in spills:
+            number, ranks = len(tasks), mask_of(spill.ranks)
+            seconds = spill.rank_bytes / room.host_bytes_per_s
+            for at, task in enumerate(self.tasks):
+                if at == chain or task.receives & ranks:
+                    later = tasks[at]._replace(after=(*tasks[at].after, number))
+                    tasks[at] = later._replace(seconds=later.seconds + seconds * (at == chain))
+            tasks.append(Task(chain=chain, seconds=seconds, copies=ranks, spill=spill))
+        return replace(self, tasks=tuple(tasks))
+
 
 def mask_of(ranks: Iterable[Rank]) -> RankMask:
     """The ranks as bits."""

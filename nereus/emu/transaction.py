@@ -20,6 +20,9 @@ All workers of one operation are sent its orders before any worker is sent the n
 share two operations take them in one order and never wait for each other. Every operation has a channel of
 its own.
 
+A spill makes room for the operations that follow: a shard that the transition ends goes to host memory, is
+read from there, and comes back on an abort (`host_copy`).
+
 Bounded mode frees old storage while it moves, so nothing can be undone: its vote says only that all ranks are
 connected, and the move runs after the decision. A replica that the plan keeps must survive it
 (`coordinator.check_bounded`); a unit of which any rank lost its state is destroyed and extended anew from it.
@@ -28,89 +31,28 @@ connected, and the move runs after the decision. A replica that the plan keeps m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 
 from nereus.emu.arena import ShardState
 from nereus.emu.ballot import Vote
 from nereus.emu.decision import Decision, DecisionRecord, await_decision
 from nereus.emu.executor import Executor
+from nereus.emu.host_copy import HostCopy
 from nereus.emu.layout import Rank, shard
-from nereus.emu.rank_plan import RankPlan
+from nereus.emu.orders import Applied, Lost, Moved, Order, Phase, SpillOrder
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transport.protocol import Deadline
+from nereus.emu.unit import Unit
 from nereus.errors import InvalidOperation, TransportError, explain
-
-
-class Phase(StrEnum):
-    """Where a worker is in a transition; reported to the participant's observer."""
-
-    BEGUN = "begun"
-    ALLOCATED = "allocated"
-    MOVED = "moved"
-    PREPARED = "prepared"
-    COMMITTING = "committing"
-    COMMITTED = "committed"
-    ABORTING = "aborting"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """One model-stage's part of a transition for one worker: which state becomes which, by which plan.
-
-    `source` and `target` are equal for a change of layout; they differ where one model-stage is filled from
-    another. Without a target of its own, the worker then only serves. `model` is how the target is stored,
-    `stored` how the source is, where that differs.
-    """
-
-    source: str
-    target: str
-    model: ModelSpec
-    plan: RankPlan
-    stored: ModelSpec | None = None
-
-    @property
-    def changes_target(self) -> bool:
-        """Whether this worker's shard of the target is another one afterwards, or none, or confirmed."""
-        return self.source == self.target or self.plan.new is not None
-
 
 # Makes the zeroed shard that an order's plan fills. Raises MemoryError or RuntimeError when there is no room.
 Allocate = Callable[[Order], ShardState]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A state that a bounded move broke off in the middle: its unit must be destroyed and extended anew."""
-
-    key: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """What acting on a decision came to: states that bounded moves lost, bytes that they sent by target."""
-
-    lost: tuple[Lost, ...] = ()
-    sent_bytes: Mapping[str, int] = field(default_factory=dict)
-
-
 class _NoRoom(Exception):
     """The allocator refused; becomes a no vote or a lost unit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """What one worker did for one operation; `reason` says why it could not, and is empty when it could."""
-
-    worker: Rank
-    epoch: int
-    reason: str = ""
-    sent_bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -118,6 +60,7 @@ class _Prepared:
     epoch: int
     orders: list[Order] = field(default_factory=list)
     shadows: dict[str, ShardState | None] = field(default_factory=dict)
+    spilled: dict[str, HostCopy] = field(default_factory=dict)
     done: list[Moved] = field(default_factory=list)
     reason: str = ""
     vote: Vote | None = None
@@ -166,28 +109,34 @@ class Participant:
         Raises InvalidOperation when no epoch is open, when the live shard is not the one planned for, or when
         an earlier operation of the epoch has the same target.
         """
-        prepared = self._require_open(order)
-        start = time.monotonic()
+        prepared = self._require_open(f"prepare {order.target}", order)
         prepared.orders.append(order)
-        prepared.deadline_s = deadline_s
-        sent_bytes = 0
         if prepared.reason:
             self._decline(prepared, order)
-        else:
+        return self._do(prepared, deadline_s, lambda deadline: self._move(order, prepared, deadline))
+
+    def spill(self, order: SpillOrder, *, deadline_s: float) -> Moved:
+        """Put a live shard into host memory until the decision, so that its device has room for new ones.
+
+        Fails, and is refused, as `prepare` is.
+        """
+        prepared = self._require_open(f"spill {order.source}")
+        return self._do(prepared, deadline_s, lambda deadline: self._spill(order, prepared, deadline))
+
+    def _do(self, prepared: _Prepared, deadline_s: float, work: Callable[[Deadline], Moved]) -> Moved:
+        """Do a part of the epoch unless it has failed; the first failure fails it."""
+        start = time.monotonic()
+        prepared.deadline_s = deadline_s
+        moved = Moved(worker=self.worker, epoch=prepared.epoch)
+        if not prepared.reason:
             try:
-                sent_bytes = self._move(order, prepared, Deadline.after(deadline_s))
+                moved = work(Deadline.after(deadline_s))
                 self.observe(Phase.MOVED)
             except (TransportError, _NoRoom) as error:
                 prepared.reason = str(error)
                 prepared.shadows.clear()
                 self._withdraw(prepared)
-        moved = Moved(
-            worker=self.worker,
-            epoch=prepared.epoch,
-            reason=prepared.reason,
-            sent_bytes=sent_bytes,
-            seconds=time.monotonic() - start,
-        )
+        moved = replace(moved, reason=prepared.reason, seconds=time.monotonic() - start)
         prepared.done.append(moved)
         return moved
 
@@ -196,7 +145,9 @@ class Participant:
 
         Raises InvalidOperation when no epoch is open.
         """
-        prepared = self._require_open()
+        prepared = self._require_open("vote")
+        if left := sorted(prepared.spilled.keys() - prepared.targets):
+            prepared.reason = prepared.reason or f"{', '.join(left)} was spilled, and nothing takes its place"
         vote = prepared.vote = Vote(
             worker=self.worker,
             epoch=prepared.epoch,
@@ -208,17 +159,35 @@ class Participant:
         self.observe(Phase.PREPARED)
         return vote
 
-    def _move(self, order: Order, prepared: _Prepared, deadline: Deadline) -> int:
-        plan, old = order.plan, self._source(order)
+    def _move(self, order: Order, prepared: _Prepared, deadline: Deadline) -> Moved:
+        plan, old = order.plan, self._source(order, prepared)
+        moved = Moved(worker=self.worker, epoch=prepared.epoch)
         if plan.mode == "bounded":
             self.executor.open(plan, epoch=prepared.epoch, deadline=deadline)
-            return 0
+            return moved
         new = self._target(order, old)
         self.observe(Phase.ALLOCATED)
         report = self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
         if order.changes_target:
             prepared.shadows[order.target] = new
-        return report.sent_bytes
+        return replace(moved, sent_bytes=report.sent_bytes)
+
+    def _spill(self, order: SpillOrder, prepared: _Prepared, deadline: Deadline) -> Moved:
+        state = self._held(order.source, order.model, order.unit)
+        num_bytes = state.num_bytes
+        try:
+            prepared.spilled[order.source] = HostCopy.take(state, self.executor.lanes, deadline)
+        except (MemoryError, RuntimeError) as error:
+            raise _NoRoom(
+                explain(
+                    f"worker {self.worker} cannot put its shard of {order.unit} into host memory",
+                    values=f"{num_bytes} bytes; {str(error).splitlines()[0]}",
+                    rule="the host holds what is spilled until the decision",
+                    remedy="free memory on the host",
+                )
+            ) from error
+        self.observe(Phase.SPILLED)
+        return Moved(worker=self.worker, epoch=prepared.epoch, spilled_bytes=num_bytes)
 
     def _withdraw(self, prepared: _Prepared) -> None:
         """Let the peers know now, not at the deadline: those connected, and those who wait to connect."""
@@ -251,16 +220,22 @@ class Participant:
                 )
             ) from error
 
-    def _source(self, order: Order) -> ShardState | None:
-        """The live shard that the plan reads. Raises InvalidOperation when it is not the one planned for."""
-        plan = order.plan
-        if plan.old is None:
+    def _source(self, order: Order, prepared: _Prepared) -> ShardState | None:
+        """The shard that the plan reads, where it lies now. Raises InvalidOperation when the live one is not
+        the one planned for.
+        """
+        if order.plan.old is None:
             return None
-        state = self.live.get(order.source)
-        if state is None or state.shard != shard(order.stored or order.model, plan.old.layout, plan.rank):
+        state = self._held(order.source, order.stored or order.model, order.plan.old)
+        spilled = prepared.spilled.get(order.source)
+        return state if spilled is None else spilled.state
+
+    def _held(self, key: str, model: ModelSpec, unit: Unit) -> ShardState:
+        state = self.live.get(key)
+        if state is None or state.shard != shard(model, unit.layout, self.worker):
             raise _refused(
-                f"worker {self.worker} cannot move {order.source} as planned",
-                f"planned from {plan.old}, and it holds {'nothing' if state is None else 'another shard'}",
+                f"worker {self.worker} cannot move {key} as planned",
+                f"planned from {unit}, and it holds {'nothing' if state is None else 'another shard'}",
                 "a plan starts from what is live",
             )
         return state
@@ -288,10 +263,7 @@ class Participant:
                 f"it has prepared epoch {prepared.epoch}",
                 "a decision speaks of its own epoch alone",
             )
-        if decision.commits:
-            return self._commit(prepared, decision)
-        self._abort(prepared)
-        return Applied()
+        return self._commit(prepared, decision) if decision.commits else self._abort(prepared)
 
     def _commit(self, prepared: _Prepared, decision: Decision) -> Applied:
         if prepared.vote is None or not prepared.vote.yes:
@@ -319,7 +291,7 @@ class Participant:
         sent_bytes: dict[str, int] = {}
         deadline = Deadline.after(prepared.deadline_s)
         for order in prepared.orders:
-            plan, old = order.plan, self._source(order)
+            plan, old = order.plan, self._source(order, prepared)
             if plan.mode != "bounded":
                 continue
             try:
@@ -338,23 +310,37 @@ class Participant:
                     lost.append(Lost(key=order.target, reason=str(error).splitlines()[0]))
         return Applied(lost=tuple(lost), sent_bytes=sent_bytes)
 
-    def _abort(self, prepared: _Prepared) -> None:
+    def _abort(self, prepared: _Prepared) -> Applied:
         # First the pointers: whatever fails below, the old layout holds and nothing of the epoch is left.
         self._prepared = None
         prepared.shadows.clear()
         try:
             self.observe(Phase.ABORTING)
         finally:
-            self._release(prepared.epoch, broken=True)
+            try:
+                self._release(prepared.epoch, broken=True)
+            finally:
+                lost = self._put_back(prepared)
         self.observe(Phase.ABORTED)
+        return Applied(lost=lost)
+
+    def _put_back(self, prepared: _Prepared) -> tuple[Lost, ...]:
+        """Bring what was spilled back to the device; what does not come back is live no more."""
+        lost: list[Lost] = []
+        for key, copy in prepared.spilled.items():
+            try:
+                copy.put_back(self.executor.lanes, Deadline.after(prepared.deadline_s))
+            except (MemoryError, RuntimeError, TransportError) as error:
+                del self.live[key]
+                lost.append(Lost(key=key, reason=str(error).splitlines()[0]))
+        return tuple(lost)
 
     def _release(self, epoch: int, *, broken: bool) -> None:
         self.executor.transport.close(epoch, broken=broken)
         self.executor.pool.forget()
 
-    def _require_open(self, order: Order | None = None) -> _Prepared:
+    def _require_open(self, doing: str, order: Order | None = None) -> _Prepared:
         prepared = self._prepared
-        doing = "vote" if order is None else f"prepare {order.target}"
         if prepared is None or prepared.vote is not None:
             raise _refused(
                 f"worker {self.worker} cannot {doing}",

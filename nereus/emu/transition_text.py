@@ -58,10 +58,9 @@ def _waits(graph: TransitionGraph) -> dict[int, list[str]]:
 def _memory_line(schedule: Schedule) -> str:
     if not schedule.tight:
         return "memory: old and new state fit together everywhere; one transaction in shadow mode"
-    peak = max(schedule.peak_bytes.values())
-    line = (
-        f"memory: short on {ranks_text(sorted(schedule.tight))}; at most {bytes_text(peak)} of state at once"
-    )
+    line = f"memory: short on {ranks_text(sorted(schedule.tight))}"
+    if schedule.peak_bytes:
+        line += f"; at most {bytes_text(max(schedule.peak_bytes.values()))} of state at once"
     if schedule.spilled_bytes:
         line += f"; {bytes_text(schedule.spilled_bytes)} pass through host memory"
     return line

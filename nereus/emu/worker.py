@@ -41,11 +41,12 @@ from nereus.emu.lanes import Lanes
 from nereus.emu.layout import Layout, Rank, shard
 from nereus.emu.loss import Loss
 from nereus.emu.optimizer_slices import optimizer_stage
+from nereus.emu.orders import Applied, Moved, Order, SpillOrder
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.stage import FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.timings import Observed, Timings
-from nereus.emu.transaction import Applied, Moved, Order, Participant
+from nereus.emu.transaction import Participant
 from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.mesh import M2nResharder, MeshMover
 from nereus.emu.transport.protocol import Deadline
@@ -339,6 +340,10 @@ class Worker:
         """Build an operation's new shard beside the old one; collective over the workers of its plan."""
         return self.participant.prepare(order, deadline_s=deadline_s)
 
+    def spill_shard(self, order: SpillOrder, deadline_s: float) -> Moved:
+        """Put a shard into host memory until the decision. Its engine rests until then."""
+        return self.participant.spill(order, deadline_s=deadline_s)
+
     def vote(self) -> Vote:
         """Whether all operations of the open epoch are done."""
         return self.participant.vote()
@@ -356,6 +361,10 @@ class Worker:
     def free_bytes(self) -> int | None:
         """Memory that could still be taken here; of a host for all of its workers together."""
         return free_bytes(self.device)
+
+    def free_host_bytes(self) -> int | None:
+        """Memory of this host that could still be taken, by all of its workers together."""
+        return free_bytes(torch.device("cpu"))
 
     def drop(self, key: str) -> None:
         """Free a shard that no engine uses: one of a copy that a newer one has replaced."""

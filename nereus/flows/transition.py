@@ -227,6 +227,7 @@ def _record(
             picture=picture,
             bounded=sorted(transition.bounded),
             halfway=transition.halfway,
+            spilled_bytes=transition.spilled_bytes,
             retry_step=None if job.back_off is None else job.back_off.retry_step,
         ),
     )

@@ -27,35 +27,36 @@ FlatPair = tuple[Tensor, Tensor, Sequence[RowPair]]  # flat source, flat target,
 
 
 def copy_regions(pairs: Pairs) -> None:
-    """Copy every source into its target: pairs (source, target) of one shape, all on one device.
+    """Copy every source into its target: pairs (source, target) of one shape, all targets on one device.
 
-    On a GPU one launch for each pair of dtypes. Views with strided columns go one by one.
+    On a GPU one launch for each pair of dtypes. Views with strided columns, and what comes from the host, go
+    one by one; such host memory may not change before the device is done.
     """
     if not pairs:
         return
-    if not runs_triton(pairs[0][0]):
+    if not runs_triton(pairs[0][1]):
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
         return
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = {}
     for source, target in pairs:
-        region = _region(source, target)
+        region = _region(source, target) if source.device == target.device else None
         if region is None:
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
         elif source.numel():
             groups.setdefault((source.dtype, target.dtype), []).append(region)
     for (source_dtype, target_dtype), regions in groups.items():
-        _launch(regions, source_dtype, target_dtype, pairs[0][0].device)
+        _launch(regions, source_dtype, target_dtype, pairs[0][1].device)
 
 
 def copy_rows(flats: Sequence[FlatPair]) -> None:
-    """Copy rows between contiguous 1-D tensors of one device; source and target share no memory.
+    """Copy rows between contiguous 1-D tensors, of one device or from the host; they share no memory.
 
     On a CPU, where nothing is cast, as bytes by numpy: for a row of a few KB the call of a torch operator
     costs as much as its bytes.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for source, target, rows in flats:
-        if source.dtype == target.dtype and source.device.type == "cpu" and not runs_triton(source):
+        if source.dtype == target.dtype and target.device.type == "cpu" and not runs_triton(target):
             _copy_bytes(source, target, rows)
             continue
         pairs += [

@@ -18,7 +18,7 @@ class OperationRecord:
 
     id: str
     kind: str
-    """`split`, `merge`, `extend` or `destroy`."""
+    """`split`, `merge`, `extend`, `destroy`, or `spill`: room was made by way of host memory."""
     model_stage: str
     text: str
     """Units, layouts, GPUs and planned bytes, for people."""
@@ -27,7 +27,7 @@ class OperationRecord:
     gpus: Sequence[int]
     """The GPUs of the units that it touched."""
     bytes: int
-    """Bytes that its workers sent to one another."""
+    """Bytes that its workers sent to one another; of a spill, those that they put into host memory."""
     planned_bytes: int
     """Bytes of its reshard plan."""
     seconds: float
@@ -67,6 +67,8 @@ class TransitionRecord:
     """Model-stages that were moved in bounded mode: after the decision, each shard freed as it moved."""
     halfway: bool = False
     """Whether it led to units from which the next line leads on to the plan, because of memory."""
+    spilled_bytes: int = 0
+    """Bytes of old shards that made room by way of host memory, as planned."""
     retry_step: int | None = None
     """The step before which the same plan may be tried again; None after a commit."""
 
@@ -93,12 +95,14 @@ def told(record: TransitionRecord) -> str:
         f"before step {record.step}: {record.outcome} in {record.seconds:.3g} s, {megabytes:.3g} MB planned"
         + (f"; bounded: {', '.join(record.bounded)}" if record.bounded else "")
         + ("; halfway" if record.halfway else "")
+        + (f"; {record.spilled_bytes / 1e6:.3g} MB spilled" if record.spilled_bytes else "")
         + (f"; {record.reason}" if record.reason else "")
         + ("" if record.retry_step is None else f"; not tried again before step {record.retry_step}")
     ]
     number = {operation.id: at for at, operation in enumerate(record.operations)}
     for at, operation in enumerate(record.operations):
         after = ", ".join(f"({number[name]})" for name in operation.after)
-        took = "" if operation.carrier else f"; sent {operation.bytes} B in {operation.seconds:.3g} s"
+        verb = "copied" if operation.kind == "spill" else "sent"
+        took = "" if operation.carrier else f"; {verb} {operation.bytes} B in {operation.seconds:.3g} s"
         lines.append(f"  ({at}) {operation.text}{took}" + (f"; after {after}" if after else ""))
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nereus.config.environment import gives_back_gpu_memory
@@ -15,6 +16,7 @@ from nereus.emu.stage import StageSpec
 from nereus.emu.unit import Unit
 from nereus.tasks.device import device
 from nereus.tasks.stages import GENERATION
+from nereus.tasks.topology import limits_on
 
 if TYPE_CHECKING:
     from nereus.tasks.job import Job
@@ -42,33 +44,66 @@ def add_units(held: Counter[Rank], units: Sequence[Unit], spec: StageSpec) -> No
             held[rank] += size
 
 
-def memory_room(job: Job) -> dict[Rank, int]:
-    """What every live worker may hold of state, by `cluster.gpu_memory_gb`, else by what its host or its GPU
-    has free.
+@dataclass(frozen=True, kw_only=True)
+class MemoryRoom:
+    """The memory of workers that a transition may use. `in_parts`: shards can be freed tensor by tensor.
 
-    Copies in the memory of peers are left out of it. Empty for GPUs whose memory cannot be given back in
-    parts: there a shard without room is a no vote, and no mode needs less.
+    `state_bytes` is what a rank may hold of all state at once, without an entry anything; `host_bytes` is
+    what it may put into host memory for a while: nothing where state lies there anyway. What is read from
+    there passes through `staging_bytes` of the device.
+    """
+
+    state_bytes: Mapping[Rank, int]
+    host_bytes: Mapping[Rank, int] = field(default_factory=dict)
+    staging_bytes: int = 0
+    in_parts: bool = True
+
+
+def memory_room(job: Job) -> MemoryRoom:
+    """The room of every live worker, by `cluster.gpu_memory_gb`, else by what its host or its GPU has free.
+
+    Copies in the memory of peers are left out of it.
     """
     config, cluster = job.config, job.cluster
-    on_cpu = device(config) == "cpu"
-    if not on_cpu and not gives_back_gpu_memory():
-        return {}
+    on = device(config)
+    on_cpu, capped = on == "cpu", config.cluster.gpu_memory_gb is not None
+    host = {gpu.rank: gpu.node for gpu in cluster.pool()}
+    state = host if on_cpu else {rank: rank for rank in host}  # a GPU has its own memory
+    held = held_bytes(job.stages)
+    if capped:
+        state_bytes = _capped(job)
+    else:
+        free = _free(job, state, "free_bytes")
+        state_bytes = {rank: held.get(rank, 0) + amount for rank, amount in free.items()}
+    return MemoryRoom(
+        state_bytes=state_bytes,
+        host_bytes=_free(job, host, "free_host_bytes") if capped or not on_cpu else {},
+        staging_bytes=0 if on_cpu else 2 * limits_on(on).bucket_bytes,
+        in_parts=on_cpu or gives_back_gpu_memory(),
+    )
+
+
+def _capped(job: Job) -> dict[Rank, int]:
+    """What `cluster.gpu_memory_gb` leaves every worker beside copies of peers."""
     copies: Counter[Rank] = Counter()
     for name, units in job.copies.units.items() if job.copies is not None else ():
         add_units(copies, list(units), job.stages[name])
-    if config.cluster.gpu_memory_gb is not None:
-        cap = int(config.cluster.gpu_memory_gb * 1e9)
-        return {rank: cap - copies[rank] for rank in cluster.ranks}
-    # Hosts have the memory, so one worker of each is asked; if possible not one that may be generating. A GPU
-    # has its own.
+    cap = int((job.config.cluster.gpu_memory_gb or 0.0) * 1e9)
+    return {rank: cap - copies[rank] for rank in job.cluster.ranks}
+
+
+def _free(job: Job, owner: Mapping[Rank, int], method: str) -> dict[Rank, int]:
+    """Every worker's even part of what the owner of its memory has free, by one worker of each: if possible
+    not one that may be generating.
+    """
     busy = set(job.stages[GENERATION].ranks)
-    node = {gpu.rank: gpu.node if on_cpu else gpu.rank for gpu in cluster.pool()}
-    first = {node[rank]: rank for rank in sorted(cluster.ranks, key=lambda rank: rank not in busy)}
-    answers = cluster.run(dict.fromkeys(first.values(), Call("free_bytes")), what="ask for room")
-    held, workers = held_bytes(job.stages), Counter(node.values())
+    ranks = job.cluster.ranks
+    first = {owner[rank]: rank for rank in sorted(ranks, key=lambda rank: rank not in busy)}
+    answers = job.cluster.run(dict.fromkeys(first.values(), Call(method)), what="ask for room")
+    workers = Counter(owner.values())
     out: dict[Rank, int] = {}
-    for rank in cluster.ranks:
-        free = answers.get(first.get(node[rank], -1))
+    for rank in ranks:
+        free = answers.get(first.get(owner[rank], -1))
         if free is not None:
-            out[rank] = held.get(rank, 0) + free // workers[node[rank]]
+            out[rank] = free // workers[owner[rank]]
     return out

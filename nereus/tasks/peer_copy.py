@@ -19,9 +19,9 @@ from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
 from nereus.emu.optimizer_slices import optimizer_stage
+from nereus.emu.orders import Order
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import FromMemory, StageSpec
-from nereus.emu.transaction import Order
 from nereus.emu.unit import Unit
 from nereus.errors import NoSource, WorkerLost
 from nereus.tasks.control import control_record

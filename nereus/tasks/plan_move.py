@@ -30,5 +30,5 @@ def plan_move(
         stale=stale,
         topology=topology_of(job.cluster.pool(), job.stages, device=on),
         limits=limits_on(on),
-        memory_bytes=memory_room(job),
+        memory=memory_room(job),
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from nereus.emu.graph import TransitionGraph
 from nereus.emu.layout import Layout, Rank
+from nereus.emu.orders import Order, SpillOrder
 from nereus.emu.reshard import ReshardPlan
 from nereus.emu.schedule import Schedule
 from nereus.emu.stage import StageSpec
-from nereus.emu.transaction import Order
 
 Stages = Mapping[str, StageSpec]
 Asked = frozenset[tuple[str, tuple[Layout, ...]]]
@@ -21,7 +21,8 @@ class PlannedOperation:
     """One operation of the graph. `after` are the ids of those it waits for.
 
     `orders` say what each worker that takes part has to do; they are empty where the operation `carrier` of
-    the same chain moves the bytes, so that `bytes` is 0. `ranks` are the GPUs whose units it touches.
+    the same chain moves the bytes, so that `bytes` is 0; those of a spill go to host memory. `ranks` are the
+    GPUs whose units it touches.
     """
 
     id: str
@@ -30,7 +31,7 @@ class PlannedOperation:
     text: str
     after: tuple[str, ...]
     ranks: tuple[Rank, ...]
-    orders: Mapping[Rank, Order]
+    orders: Mapping[Rank, Order | SpillOrder]
     bytes: int
     carrier: str | None = None
 
@@ -70,6 +71,11 @@ class Transition:
         return sum(plan.bytes for plan in self.plans.values())
 
     @property
+    def spilled_bytes(self) -> int:
+        """Bytes that go to host memory until the decision."""
+        return self.schedule.spilled_bytes
+
+    @property
     def lower_bound(self) -> int:
         """The least that any transfer to this placement can move."""
         return sum(plan.lower_bound for plan in self.plans.values())
@@ -79,7 +85,8 @@ class Transition:
         """The new plan of every model-stage that moves, for people."""
         moved = dict.fromkeys(operation.model_stage for operation in self.operations)
         named = (f"{name} to {self.stages[name].text}" for name in moved if name in self.stages)
-        return f"moving {', '.join(named) or 'generation only'} ({self.bytes / 1e6:.1f} MB)"
+        spilled = f", {self.spilled_bytes / 1e6:.1f} MB by way of the host" if self.spilled_bytes else ""
+        return f"moving {', '.join(named) or 'generation only'} ({self.bytes / 1e6:.1f} MB{spilled})"
 
 
 def asked_of(stages: Stages) -> Asked:

@@ -24,8 +24,8 @@ from nereus.emu.ballot import Vote
 from nereus.emu.cluster import Call
 from nereus.emu.decision import Decision
 from nereus.emu.layout import Rank
+from nereus.emu.orders import Applied, Moved
 from nereus.emu.stage import FromMemory, FromStage, Origin, StageSpec
-from nereus.emu.transaction import Applied, Moved
 from nereus.errors import StateLost, WorkerLost, explain
 from nereus.record.transitions import OperationRecord
 from nereus.tasks.control import control_record
@@ -78,7 +78,7 @@ def operate(attempt: Attempt, operation_id: str, text: str) -> OperationRecord:
     """Let the workers of one operation build their new shards beside the old ones. `text` names the task run.
 
     Sends nothing where another operation of its chain carries the bytes, or where the attempt has failed; in
-    bounded mode the workers only connect, and move when it is decided.
+    bounded mode the workers only connect, and move when it is decided. A spill only makes room.
     """
     operation = attempt.operation(operation_id)
     moved: Sequence[Moved] = ()
@@ -91,7 +91,7 @@ def operate(attempt: Attempt, operation_id: str, text: str) -> OperationRecord:
         text=text,
         after=list(operation.after),
         gpus=list(operation.ranks),
-        bytes=sum(part.sent_bytes for part in moved),
+        bytes=sum(part.sent_bytes + part.spilled_bytes for part in moved),
         planned_bytes=operation.bytes,
         seconds=max((part.seconds for part in moved), default=0.0),
         carrier=operation.carrier,
@@ -101,7 +101,8 @@ def operate(attempt: Attempt, operation_id: str, text: str) -> OperationRecord:
 
 def _prepared(attempt: Attempt, operation: PlannedOperation) -> Sequence[Moved]:
     """What the workers answered, as far as they did before the attempt failed."""
-    calls = {rank: Call("prepare_operation", (order, DEADLINE_S)) for rank, order in operation.orders.items()}
+    method = "spill_shard" if operation.kind == "spill" else "prepare_operation"
+    calls = {rank: Call(method, (order, DEADLINE_S)) for rank, order in operation.orders.items()}
     cluster = attempt.job.cluster
     pending = cluster.submit(calls)
     try:
@@ -174,9 +175,9 @@ def apply(attempt: Attempt, decision: Decision) -> dict[str, int]:
         rank, first = lost[0]
         raise StateLost(
             explain(
-                "a move in bounded mode broke off",
+                "a move in bounded mode broke off, or a shard did not come back from its host",
                 values=f"{len(lost)} shards are lost; worker {rank} lost {first.key}: {first.reason}",
-                rule="such a move frees what it has moved; the replica that it left alone is whole",
+                rule="what has been freed must be filled anew; the replicas that were left alone are whole",
             )
         )
     sent: Counter[str] = Counter()

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nereus.emu.bounded import Change, choose_together
+from nereus.emu.bounded import Change, choose_together, shadow_bytes
 from nereus.emu.chain_time import Seconds
 from nereus.emu.chains import Chain
 from nereus.emu.graph import TransitionGraph, build_graph
 from nereus.emu.layout import Layout, Rank
-from nereus.emu.optimizer_slices import seat
+from nereus.emu.live_spills import Devices, LiveSpills, needed_spills
+from nereus.emu.optimizer_slices import optimizer_stage, seat
 from nereus.emu.placement import Placement
 from nereus.emu.precedence import precedence
 from nereus.emu.reshard import Limits, ReshardPlan
@@ -32,7 +33,7 @@ from nereus.emu.target import place_target
 from nereus.emu.topology import Topology
 from nereus.emu.unit import ClusterState, Unit
 from nereus.errors import InvalidOperation, explain
-from nereus.tasks.memory_room import held_bytes
+from nereus.tasks.memory_room import MemoryRoom, held_bytes
 from nereus.tasks.planned_transition import Stages, Transition, asked_of
 from nereus.tasks.stages import GENERATION, TRAINING
 from nereus.tasks.whole_move import whole_chain, whole_plan
@@ -51,7 +52,7 @@ class _Ground:
     limits: Limits | None
     room: Room
     lost: frozenset[Rank]
-    stale: Mapping[str, frozenset[Rank]]
+    stale: dict[str, frozenset[Rank]]
 
     def stale_in(self, name: str) -> frozenset[Rank]:
         """The live ranks that hold nothing of worth of a model-stage."""
@@ -71,16 +72,16 @@ def plan_transition(
     topology: Topology | None = None,
     limits: Limits | None = None,
     room: Room = AMPLE,
-    memory_bytes: Mapping[Rank, int] | None = None,
+    memory: MemoryRoom | None = None,
 ) -> Transition:
     """Plan the change. Ranks of new units are permuted among themselves where that moves fewer bytes.
 
     Ranks in `lost` died; `stale` names, by model-stage, live ones whose state is no source and that are
-    filled anew. `memory_bytes` is what ranks may hold of all state at once: where old and new shards do not
-    fit, some model-stages are moved in bounded mode, if need be in two transitions, of which this plans the
-    first. Raises NoSource or InvalidOperation when the state cannot be moved, or when units that share an
-    optimizer would no longer, or the other way round; Infeasible when it does not fit into `room`. Nothing
-    has happened then.
+    filled anew. Where old and new shards do not fit into `memory`, some model-stages are moved in bounded
+    mode, if need be in two transitions, of which this plans the first; where that does not serve, old shards
+    go to host memory first. Raises NoSource or InvalidOperation when the state cannot be moved, or when units
+    that share an optimizer would no longer, or the other way round; Infeasible when it does not fit into
+    `room`. Nothing has happened then.
     """
     _check_sharing(now, then)
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
@@ -89,16 +90,27 @@ def plan_transition(
         limits=limits,
         room=room,
         lost=lost,
-        stale=stale or {},
+        stale=dict(stale or {}),
     )
     draft = _plan(now, then, ground)
-    if not memory_bytes:
+    if memory is None:
         return draft
     held = held_bytes(now)
     free = {
-        rank: max(0, amount - held.get(rank, 0)) for rank, amount in memory_bytes.items() if rank not in lost
+        rank: max(0, amount - held.get(rank, 0))
+        for rank, amount in memory.state_bytes.items()
+        if rank not in lost
     }
-    moves = choose_together(_changes(draft, now, ground), free)
+    changes = _changes(draft, now, ground, in_parts=memory.in_parts)
+    try:
+        moves = choose_together(changes, free)
+    except InvalidOperation:
+        if not memory.host_bytes:
+            raise
+        devices = Devices(free_bytes=free, host_bytes=memory.host_bytes, staging_bytes=memory.staging_bytes)
+        return _plan(
+            now, then, ground, make_room=_MakeRoom(asked_bytes=shadow_bytes(changes), devices=devices)
+        )
     if not moves:
         return draft
     if all(len(chosen.plans) == 1 for chosen in moves.values()):
@@ -126,10 +138,24 @@ def _check_sharing(now: Stages, then: Stages) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _MakeRoom:
+    """What a move asks for in shadow mode beside what is there, and the devices on which that is too much."""
+
+    asked_bytes: Mapping[Rank, int]
+    devices: Devices
+
+
 def _plan(
-    now: Stages, then: Stages, ground: _Ground, bounded: Mapping[str, ReshardPlan] | None = None
+    now: Stages,
+    then: Stages,
+    ground: _Ground,
+    bounded: Mapping[str, ReshardPlan] | None = None,
+    make_room: _MakeRoom | None = None,
 ) -> Transition:
-    """The transition in which the model-stages of `bounded` are moved by these plans, in bounded mode."""
+    """The transition in which the model-stages of `bounded` are moved by these plans, in bounded mode, and
+    old shards go to the hosts to `make_room`.
+    """
     bounded = bounded or {}
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
     is_emergency = bool(ground.lost or ground.stale)
@@ -166,7 +192,12 @@ def _plan(
         chain = whole_chain(plan)
         graph = _with_chain(graph, chain, plan.old)
         plans[chain.id] = plan
-    found = schedule(graph, sizes_of(models), ground.room, ground.topology, _timed_by(plans))
+    sizes = sizes_of(models)
+    spills: LiveSpills = ()
+    if make_room is not None:
+        stale = ground.stale | {optimizer_stage(name): ranks for name, ranks in ground.stale.items()}
+        spills = needed_spills(graph.chains, make_room.asked_bytes, make_room.devices, sizes, stale)
+    found = schedule(graph, sizes, ground.room, ground.topology, _timed_by(plans), spills=spills)
     return Transition(
         schedule=found,
         plans=plans,
@@ -212,17 +243,18 @@ def _optimizer(now: StageSpec, then: StageSpec, ground: _Ground) -> ReshardPlan:
     )
 
 
-def _changes(draft: Transition, now: Stages, ground: _Ground) -> dict[str, Change]:
+def _changes(draft: Transition, now: Stages, ground: _Ground, *, in_parts: bool) -> dict[str, Change]:
     """What changes, by model-stage. One that had no units before can only move in shadow mode, and so can one
-    whose optimizer's state is apart: where units share it, a slice has no second holder.
+    whose optimizer's state is apart: where units share it, a slice has no second holder. Bounded mode needs
+    memory that is freed `in_parts`.
     """
     out: dict[str, Change] = {}
     for name in dict.fromkeys(operation.model_stage for operation in draft.operations):
         own = tuple(plan for chain, plan in draft.plans.items() if chain.partition(":")[0] == name)
         spec = now.get(name)
-        can = spec is not None and spec.shares is None and not spec.apart and name in draft.in_memory
         whole = None
-        if can and own and spec is not None:
+        can = in_parts and bool(own) and name in draft.in_memory
+        if can and spec is not None and spec.shares is None and not spec.apart:
             whole = _whole(spec, draft.stages[name], ground, placement="as_given")
         out[name] = Change(plans=own, whole=whole)
     return out

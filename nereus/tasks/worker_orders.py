@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from nereus.emu.chains import Chain
-from nereus.emu.graph import Node
+from nereus.emu.graph import Node, Spill
 from nereus.emu.layout import Rank
+from nereus.emu.orders import Order, SpillOrder
 from nereus.emu.rank_plan import Mode, RankPlan
 from nereus.emu.reshard import ReshardPlan
 from nereus.emu.schedule import Schedule
 from nereus.emu.tensor import ModelSpec
-from nereus.emu.transaction import Order
-from nereus.emu.transition_text import node_text
+from nereus.emu.transition_text import node_text, operation_text
 from nereus.emu.unit import Unit
 from nereus.tasks.planned_transition import PlannedOperation
 
@@ -26,13 +26,19 @@ def planned_operations(
     """Every operation in the order of the schedule, which puts predecessors first."""
     graph = found.graph
     nodes: dict[int, list[Node]] = {}
+    spills: dict[tuple[int, Spill], Node] = {}
     for node in graph.nodes:
-        if node.kind != "spill":
+        if isinstance(node.operation, Spill):
+            spills[node.chain, node.operation] = node
+        else:
             nodes.setdefault(node.chain, []).append(node)
     for slot in found.slots:
-        if slot.spill is not None:
-            continue  # workers cannot spill yet: a room without end asks for none
         chain = graph.chains[slot.chain]
+        if slot.spill is not None:
+            plan = plans.get(chain.id)
+            stored = models[chain.model] if plan is None else plan.source
+            yield _spilling(chain, spills[slot.chain, slot.spill], slot.spill, stored)
+            continue
         leader = nodes[slot.chain][0]
         for node in nodes[slot.chain]:
             plan = plans.get(chain.id) if node.leads else None
@@ -47,6 +53,22 @@ def planned_operations(
                 bytes=0 if plan is None else plan.bytes,
                 carrier=None if node.leads else leader.id,
             )
+
+
+def _spilling(chain: Chain, node: Node, spill: Spill, stored: ModelSpec) -> PlannedOperation:
+    """The shards that go to host memory before the operations of a chain, which ends them."""
+    (unit,) = [unit for unit in chain.ends if unit.id in spill.units]
+    order = SpillOrder(source=chain.model_stage, model=stored, unit=unit)
+    return PlannedOperation(
+        id=node.id,
+        kind=node.kind,
+        model_stage=chain.model_stage,
+        text=operation_text(spill),
+        after=(),
+        ranks=spill.ranks,
+        orders=dict.fromkeys(spill.ranks, order),
+        bytes=spill.bytes,
+    )
 
 
 def _ranks(chain: Chain) -> set[Rank]:

@@ -21,9 +21,10 @@ from nereus.emu.coordinator import Coordinator
 from nereus.emu.decision import CopiedRecord, Decision, DecisionRecord, FileRecord, StoreRecord
 from nereus.emu.executor import Executor
 from nereus.emu.layout import Rank
+from nereus.emu.orders import Order, Phase, SpillOrder
 from nereus.emu.store import Store, StoreAddress, connect
 from nereus.emu.tensor import ModelSpec
-from nereus.emu.transaction import Order, Participant, Phase
+from nereus.emu.transaction import Participant
 from nereus.emu.transport.collective import CollectiveTransport
 from nereus.emu.transport.protocol import (
     REACHED,
@@ -197,8 +198,12 @@ def take_part(
     order: Order,
     fault: Fault | None,
     deadline_s: float,
+    spills: bool,
 ) -> Answer:
-    """Prepare, vote, wait for the decision, act on it; then compare what is held with the direct build."""
+    """Prepare, vote, wait for the decision, act on it; then compare what is held with the direct build.
+
+    With `spills` an old shard that ends goes to host memory first.
+    """
     start = time.monotonic()
     participant = participant_of(worker, address)
     trap = Trap(fault if fault is not None and fault.worker == worker else None)
@@ -211,6 +216,10 @@ def take_part(
 
     participant.allocate = allocate_with_trap
     participant.begin(epoch)
+    old = order.plan.old
+    if spills and old is not None and old != order.plan.new:
+        spill = SpillOrder(source=order.source, model=order.stored or order.model, unit=old)
+        participant.spill(spill, deadline_s=deadline_s)
     participant.prepare(order, deadline_s=deadline_s)
     vote = participant.vote()
     raised = ""

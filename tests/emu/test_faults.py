@@ -6,7 +6,7 @@ The few unmarked scenarios are a sample; the campaign behind `slow` injects more
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from nereus.emu.decision import CopiedRecord, Decision, FileRecord, Outcome, Sto
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Layout
+from nereus.emu.orders import Order, Phase
 from nereus.emu.reshard import Limits, ReshardPlan, plan_reshard
 from nereus.emu.store import Store, StoreAddress
-from nereus.emu.transaction import Order, Phase
 from nereus.emu.unit import Unit, UnitId
 from tests.emu.faults import KEY, Answer, Fault, Point, begin, coordinate, open_store, take_part
 from tests.emu.processes import Died, Workers
@@ -71,6 +71,7 @@ class Scenario:
     coordinator_fault: Fault | None = None
     store_dies: bool = False
     deadline_s: float = 15.0
+    spills: bool = False
     expected: Outcome | None = None
 
     def __str__(self) -> str:
@@ -111,7 +112,8 @@ class World:
         for rank in plan.ranks:
             order = Order(source=KEY, target=KEY, model=MODEL, plan=plan.rank_plan(rank))
             fault = next((fault for fault in scenario.faults if fault.worker == rank), None)
-            self.workers.call(rank, take_part, address, folder, self.epoch, order, fault, scenario.deadline_s)
+            rest = fault, scenario.deadline_s, scenario.spills
+            self.workers.call(rank, take_part, address, folder, self.epoch, order, *rest)
         decision = self._decide(scenario, address, folder)
         answers = self._answers(scenario)
         assert answers, f"{scenario}: nobody survived"
@@ -279,7 +281,22 @@ def coordinator_deaths(case: str) -> list[Scenario]:
     ]
 
 
+def spills(case: str) -> list[Scenario]:
+    """Old shards lie in host memory when something happens; an abort brings them back."""
+    ended = [r for r in CASES[case].ranks if CASES[case].old_unit(r) not in (None, CASES[case].new_unit(r))]
+    if not ended:
+        return []
+    dies = Scenario(
+        case=case,
+        faults=(Fault(worker=ended[0], point=Phase.SPILLED, action="kill"),),
+        expected=Outcome.ABORT,
+    )
+    others = [dies, *kills(case), *memory_failures(case), *abort_failures(case)]
+    return [replace(scenario, spills=True) for scenario in others]
+
+
 FAMILIES = {
+    "spills": spills,
     "kills": kills,
     "double_kills": double_kills,
     "delays": delays,
@@ -295,8 +312,9 @@ def check(world: World, scenarios: Sequence[Scenario]) -> None:
         assert scenario.expected in (decision.outcome, None), f"{scenario}: {decision}"
 
 
-def test_without_a_fault_every_case_commits(world: World) -> None:
-    check(world, [Scenario(case=case, faults=(), expected=Outcome.COMMIT) for case in CASES])
+@pytest.mark.parametrize("spilled", [False, True])
+def test_without_a_fault_every_case_commits(world: World, spilled: bool) -> None:
+    check(world, [Scenario(case=case, faults=(), spills=spilled, expected=Outcome.COMMIT) for case in CASES])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

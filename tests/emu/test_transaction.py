@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from nereus.emu.arena import ShardState
+from nereus.emu.arena import Arena, ShardState
 from nereus.emu.ballot import Vote, cast, collect
 from nereus.emu.coordinator import Coordinator, check_bounded, require_commit
 from nereus.emu.decision import Decision, MemoryRecord, Outcome, StoreRecord
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.executor import Executor
 from nereus.emu.groups import Generation
+from nereus.emu.host_copy import HostCopy
 from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Layout
+from nereus.emu.orders import Moved, Order, Phase, SpillOrder
 from nereus.emu.rank_plan import Mode
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.store import Store, StoreAddress
-from nereus.emu.transaction import Moved, Order, Participant, Phase
+from nereus.emu.transaction import Participant
 from nereus.emu.transport.memory import Hub, MemoryTransport
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import InvalidOperation, TransitionAborted
@@ -385,6 +387,107 @@ def test_a_bounded_move_that_breaks_off_reports_the_loss_and_spares_the_backup()
     assert ACTOR not in world[1].live
     assert not lost[2].lost
     assert not differences(world[2].live[ACTOR], direct_state(MODEL, ONE_OF_TWO.old[0], 2))
+
+
+def spilling(unit: Unit) -> SpillOrder:
+    return SpillOrder(source=ACTOR, model=MODEL, unit=unit)
+
+
+def with_spill(rank: int, participant: Participant) -> Vote:
+    """Begin, put the old shard into host memory, move it on, vote."""
+    participant.begin(1)
+    spilled = participant.spill(spilling(REMAP.old[0]), deadline_s=5)
+    assert spilled.spilled_bytes > 0
+    participant.prepare(order_of(REMAP, rank), deadline_s=5)
+    return participant.vote()
+
+
+def test_a_spilled_shard_leaves_its_room_to_the_new_one_and_is_read_from_the_host() -> None:
+    world = World((ACTOR, REMAP))
+    held = {rank: world[rank].live[ACTOR].num_bytes for rank in world.ranks}
+    most: dict[int, int] = {}
+
+    for rank in world.ranks:
+        participant = world[rank]
+
+        def make(order: Order, participant: Participant = participant, rank: int = rank) -> ShardState:
+            new = allocate(order)
+            most[rank] = participant.live[ACTOR].num_bytes + new.num_bytes
+            return new
+
+        participant.allocate = make
+    votes = world.together(with_spill)
+    assert all(vote.yes for vote in votes.values())
+    assert sum(vote.sent_bytes for vote in votes.values()) == REMAP.bytes, "the host is no peer"
+    world.together(lambda rank, p: p.apply(decision(1)))
+    for rank in world.ranks:
+        new = REMAP.new_unit(rank)
+        assert new is not None
+        state = direct_state(MODEL, new, rank)
+        assert not differences(world[rank].live[ACTOR], state)
+        assert most[rank] == state.num_bytes < state.num_bytes + held[rank], "never both"
+
+
+def test_an_abort_brings_spilled_shards_back_to_where_they_were() -> None:
+    world = World((ACTOR, REMAP))
+    before = {rank: pointer(world[rank].live[ACTOR]) for rank in world.ranks}
+    world.together(with_spill)
+    applied = world.together(lambda rank, p: p.apply(decision(1, Outcome.ABORT)))
+    for rank in world.ranks:
+        assert not applied[rank].lost
+        assert pointer(world[rank].live[ACTOR]) == before[rank]
+        assert not differences(world[rank].live[ACTOR], direct_state(MODEL, REMAP.old[0], rank))
+    assert all(vote.yes for vote in world.prepare(2, REMAP).values())
+
+
+def test_a_shard_that_does_not_come_back_from_the_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World((ACTOR, REMAP))
+    world.together(with_spill)
+
+    def full(self: Arena) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "occupy", full)
+        applied = world[0].apply(decision(1, Outcome.ABORT))
+    (lost,) = applied.lost
+    assert (lost.key, lost.reason) == (ACTOR, "planted")
+    assert ACTOR not in world[0].live
+    assert not world[1].apply(decision(1, Outcome.ABORT)).lost
+
+
+def test_a_host_without_room_fails_the_epoch_and_the_shard_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World((ACTOR, REMAP))
+
+    def full(state: ShardState, lanes: object, deadline: object) -> HostCopy:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(HostCopy, "take", full)
+    participant = world[0]
+    participant.begin(1)
+    moved = participant.spill(spilling(REMAP.old[0]), deadline_s=5)
+    assert "cannot put its shard of actor.training#0" in moved.reason
+    assert "planted" in moved.reason
+    vote = participant.vote()
+    assert not vote.yes
+    participant.apply(decision(1, Outcome.ABORT))
+    assert not differences(participant.live[ACTOR], direct_state(MODEL, REMAP.old[0], 0))
+
+
+def test_what_is_spilled_must_end_and_be_what_is_held() -> None:
+    world = World((ACTOR, REMAP))
+    participant = world[0]
+    with pytest.raises(InvalidOperation, match=r"cannot spill actor\.training"):
+        participant.spill(spilling(REMAP.old[0]), deadline_s=5)
+    participant.begin(1)
+    with pytest.raises(InvalidOperation, match="holds another shard"):
+        participant.spill(spilling(REMAP.new[0]), deadline_s=5)
+    participant.spill(spilling(REMAP.old[0]), deadline_s=5)
+    vote = participant.vote()
+    assert not vote.yes, "a commit would leave it on the host"
+    assert "nothing takes its place" in vote.reason
+    participant.apply(decision(1, Outcome.ABORT))
+    assert not differences(participant.live[ACTOR], direct_state(MODEL, REMAP.old[0], 0))
 
 
 def test_an_abort_that_fails_has_still_dropped_the_epoch() -> None:

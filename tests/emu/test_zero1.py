@@ -13,8 +13,8 @@ from torch import Tensor
 from nereus.emu.decision import Decision, Outcome
 from nereus.emu.decoder import DecoderConfig
 from nereus.emu.hf_folder import write_hf_folder
+from nereus.emu.orders import Order
 from nereus.emu.stage import FromCheckpoint, FromFolder, FromMemory, FromStage, StageSpec
-from nereus.emu.transaction import Order
 from nereus.errors import NoSource
 from nereus.tasks import peer_copy, peer_places
 from nereus.tasks.planned_transition import Transition

@@ -1,4 +1,4 @@
-"""The room of workers: shared on a host, its own on a GPU whose memory can be given back in parts."""
+"""The room of workers: shared on a host, its own on a GPU, and what of it may go to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nereus.emu.cluster import Call
-from nereus.tasks.memory_room import memory_room
+from nereus.tasks.memory_room import MemoryRoom, memory_room
 from tests.tasks.test_transition_plan import TRAINING, stage, stages
 
 
@@ -53,7 +53,7 @@ class FakeJob:
     copies: None = None
 
 
-def room(device: str, cap_gb: float | None = None) -> tuple[dict[int, int], FakeCluster]:
+def room(device: str, cap_gb: float | None = None) -> tuple[MemoryRoom, FakeCluster]:
     job: Any = FakeJob(Config(ClusterPart(device, cap_gb)))
     return memory_room(job), job.cluster
 
@@ -61,14 +61,28 @@ def room(device: str, cap_gb: float | None = None) -> tuple[dict[int, int], Fake
 def test_workers_of_one_host_share_its_memory() -> None:
     found, cluster = room("cpu")
     assert len(cluster.asked) == 2, "one worker of each host"
-    assert found[2] == found[3] == 500
-    assert found[0] == found[1] > 500, "what it holds now counts"
+    free = found.state_bytes
+    assert free[2] == free[3] == 500
+    assert free[0] == free[1] > 500, "what it holds now counts"
+    assert not found.host_bytes, "that is where it lies already"
+    assert found.in_parts
 
 
-def test_a_gpu_has_room_of_its_own_where_it_can_be_emptied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert room("cuda") == ({}, FakeCluster())
-    monkeypatch.setenv("NEREUS_GPU_PAGES", "1")
+def test_a_gpu_has_room_of_its_own_and_shares_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     found, cluster = room("cuda")
-    assert sorted(cluster.asked) == [0, 1, 2, 3]
-    assert found[2] == found[3] == 1000
-    assert room("cuda", 1e-6)[0] == dict.fromkeys(range(4), 1000)
+    assert set(cluster.asked) == {0, 1, 2, 3}, "every GPU"
+    assert len(cluster.asked) == 6, "and one worker of each host"
+    assert found.state_bytes[2] == found.state_bytes[3] == 1000
+    assert found.host_bytes == dict.fromkeys(range(4), 500)
+    assert found.staging_bytes > 0
+    assert not found.in_parts
+    monkeypatch.setenv("NEREUS_GPU_PAGES", "1")
+    assert room("cuda")[0].in_parts
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cap_stands_for_what_is_free_and_leaves_the_host_to_spills(device: str) -> None:
+    found, cluster = room(device, 1e-6)
+    assert found.state_bytes == dict.fromkeys(range(4), 1000)
+    assert found.host_bytes == dict.fromkeys(range(4), 500)
+    assert len(cluster.asked) == 2

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from nereus.emu.decoder import DecoderConfig, decoder_spec
 from nereus.emu.layout import Layout
+from nereus.emu.orders import Order, SpillOrder
 from nereus.emu.stage import FromStage, Role, StageSpec
 from nereus.errors import InvalidOperation, NoSource
-from nereus.tasks.memory_room import held_bytes
+from nereus.tasks.memory_room import MemoryRoom, held_bytes
 from nereus.tasks.planned_transition import Transition, asked_of
 from nereus.tasks.stages import CRITIC, GENERATION, REFERENCE, TRAINING
 from nereus.tasks.transition_plan import plan_transition
@@ -162,18 +163,16 @@ def test_a_live_rank_whose_state_is_stale_is_filled_anew_in_that_model_stage_alo
     assert kinds(transition, TRAINING) == ["extend", "destroy"]
     assert kinds(transition, CRITIC) == [], "its state on the same rank is sound"
     (extend, _) = transition.operations
-    assert {(rank, order.plan.old is None) for rank, order in extend.orders.items() if order.plan.new} >= {
-        (0, False),
-        (1, True),
-    }
-    assert transition.bytes == extend.orders[1].plan.received_bytes > 0
+    plans = {rank: order.plan for rank, order in extend.orders.items() if isinstance(order, Order)}
+    assert {(rank, plan.old is None) for rank, plan in plans.items() if plan.new} >= {(0, False), (1, True)}
+    assert transition.bytes == plans[1].received_bytes > 0
     with pytest.raises(NoSource):
         plan_transition(now, now, stale={CRITIC: frozenset({1})})
 
 
 def test_without_room_for_both_shards_one_replica_waits_for_a_second_transition() -> None:
     now, then = stages(stage(TRAINING, 2, 1, 2)), stages(stage(TRAINING, 1, 1, 4))
-    shadow = plan_transition(now, then, memory_bytes=dict.fromkeys(range(4), 1 << 30))
+    shadow = plan_transition(now, then, memory=MemoryRoom(state_bytes=dict.fromkeys(range(4), 1 << 30)))
     assert (shadow.bounded, shadow.halfway) == (frozenset(), False)
     most = max(
         held_bytes(now)[rank] + plan.peak_bytes(rank) for plan in shadow.plans.values() for rank in range(4)
@@ -192,7 +191,7 @@ def test_without_room_for_both_shards_one_replica_waits_for_a_second_transition(
         (kept,) = [unit for unit in first.stages[TRAINING].units if unit.tp == 2]
         assert kept in now[TRAINING].units
     tightest = next(room for room in fits if (one := _planned(now, then, room)) is not None and one.bounded)
-    second = plan_transition(found[0].stages, then, memory_bytes=tightest)
+    second = plan_transition(found[0].stages, then, memory=MemoryRoom(state_bytes=tightest))
     assert not second.halfway
     assert {unit.tp for unit in second.stages[TRAINING].units} == {1}
     for transition in (found[0], second):
@@ -202,11 +201,50 @@ def test_without_room_for_both_shards_one_replica_waits_for_a_second_transition(
         assert modes == {"bounded"}
 
 
+def test_where_no_replica_can_be_left_alone_old_shards_go_to_the_host_first() -> None:
+    now, then = stages(stage(TRAINING, 2, 1, 1)), stages(stage(TRAINING, 1, 2, 1))
+    held = held_bytes(now)
+    (plan,) = plan_transition(now, then).plans.values()
+    beside = {rank: plan.peak_bytes(rank) - plan.held_bytes(rank) for rank in held}
+    tight = {rank: held[rank] + beside[rank] - plan.held_bytes(rank) for rank in held}
+    with pytest.raises(InvalidOperation, match="bounded mode frees old storage"):
+        plan_transition(now, then, memory=MemoryRoom(state_bytes=tight))
+    hosts = dict.fromkeys(held, 1 << 30)
+    found = plan_transition(now, then, memory=MemoryRoom(state_bytes=tight, host_bytes=hosts))
+    assert (found.bounded, found.halfway, found.asked) == (frozenset(), False, asked_of(then))
+    spill, merge = found.operations
+    assert (spill.kind, spill.ranks, spill.after) == ("spill", (0, 1), ())
+    assert merge.after == (spill.id,)
+    assert spill.bytes == found.spilled_bytes == sum(plan.held_bytes(rank) for rank in held)
+    assert found.bytes == plan.bytes, "what goes to the host crosses to nobody"
+    for order in spill.orders.values():
+        assert isinstance(order, SpillOrder)
+        assert order.unit in plan.old
+    # A byte less, and not even that helps.
+    tight[1] -= 1
+    with pytest.raises(InvalidOperation, match="rank 1 lacks"):
+        plan_transition(now, then, memory=MemoryRoom(state_bytes=tight, host_bytes=hosts))
+
+
+def test_shards_whose_memory_comes_back_as_a_whole_go_to_the_host_where_bounded_mode_would_do() -> None:
+    now, then = stages(stage(TRAINING, 2, 1, 2)), stages(stage(TRAINING, 1, 1, 4))
+    most = max(
+        held_bytes(now)[rank] + plan.peak_bytes(rank) - 2 * plan.held_bytes(rank)
+        for plan in plan_transition(now, then).plans.values()
+        for rank in plan.ranks
+    )
+    room = MemoryRoom(state_bytes=dict.fromkeys(range(4), most), host_bytes=dict.fromkeys(range(4), 1 << 30))
+    assert plan_transition(now, then, memory=room).bounded
+    whole = plan_transition(now, then, memory=replace(room, in_parts=False))
+    assert not whole.bounded
+    assert kinds(whole, TRAINING).count("spill") == 2, "one for each unit"
+
+
 def _planned(
     now: dict[str, StageSpec], then: dict[str, StageSpec], room: dict[int, int]
 ) -> Transition | None:
     try:
-        return plan_transition(now, then, memory_bytes=room)
+        return plan_transition(now, then, memory=MemoryRoom(state_bytes=room))
     except InvalidOperation:
         return None
 

@@ -31,12 +31,12 @@ from nereus.emu.kinds import training_kinds
 from nereus.emu.layout import Layout
 from nereus.emu.loss import Loss
 from nereus.emu.optimizer_slices import optimizer_stage
+from nereus.emu.orders import Order
 from nereus.emu.reshard import ReshardPlan, plan_reshard
 from nereus.emu.stage import FromFolder, FromMemory, StageSpec
 from nereus.emu.store import StoreAddress
 from nereus.emu.tensor import Box
 from nereus.emu.timings import Observed
-from nereus.emu.transaction import Order
 from nereus.emu.worker import Worker
 from tests.emu.engines.torch_cases import Random, TokenLoss, boxes, make_batch, split
 from tests.emu.processes import Workers
