@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu_exchange import DEATH, exchange_rank, mesh_rank
 from benchmarks.gpu_sections import Row, Size
+from nereus.emu.arena import TORCH_DTYPE, ShardState
 from nereus.emu.decision import Decision, Outcome, StoreRecord
 from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.host_copy import HostCopy
 from nereus.emu.host_ring import HostRing
 from nereus.emu.kinds import KindMove, Kinds, serving_kinds, training_kinds
 from nereus.emu.lanes import Lanes
-from nereus.emu.layout import Layout
+from nereus.emu.layout import Layout, shard
+from nereus.emu.local_copies import copy_local
 from nereus.emu.mesh_moves import mesh_moves
 from nereus.emu.pages import Pages, mappable
 from nereus.emu.rank_plan import RankPlan
@@ -28,9 +31,11 @@ from nereus.emu.reshard import plan_reshard
 from nereus.emu.store import Store
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transport.mesh import M2nResharder
+from nereus.emu.transport.protocol import Deadline
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import InvalidOperation
 
+T = TypeVar("T")
 SHARES_FROM = (2, 30)  # NCCL that lets ranks share a GPU
 
 
@@ -160,11 +165,45 @@ def pages_rows(device: torch.device, size: Size) -> list[Row]:
     ]  # fmt: skip
 
 
+def spill_rows(device: torch.device, size: Size) -> list[Row]:
+    """A shard that goes to host memory, is read from there into a new one, and comes back."""
+    model, kinds = _model(size), training_kinds("bf16")
+    dtypes = {kind.name: TORCH_DTYPE[kind.dtype] for kind in kinds}
+    plan = plan_reshard(model, (_unit(model, 0, 1, (0,), kinds),), (_unit(model, 1, 2, (0, 1), kinds),))
+    state, new = (ShardState.empty(shard(model, u.layout, 0), dtypes, device) for u in (*plan.old, *plan.new))
+    for arena in state.arenas.values():
+        arena.flat.copy_(torch.randn(arena.flat.shape))
+    lanes, deadline = Lanes.of(device), Deadline.after(60)
+    was, num_bytes = {kind: arena.flat.cpu() for kind, arena in state.arenas.items()}, state.num_bytes
+    before = _free(device)
+    copy, take_s = _timed(lambda: HostCopy.take(state, lanes, deadline), device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    freed = _free(device) - before
+    copies = plan.rank_plan(0).copies
+    read_bytes, read_s = _timed(lambda: copy_local(copies, copy.state, new, lanes.pack), device)
+    _, back_s = _timed(lambda: copy.put_back(lanes, deadline), device)
+    same = all(torch.equal(arena.flat.cpu(), was[kind]) for kind, arena in state.arenas.items())
+    rates = {
+        "to the host": num_bytes / take_s,
+        "a new shard from there": read_bytes / read_s,
+        "back": num_bytes / back_s,
+    }
+    out = [Row(section="spill", what=what, value=rate / 1e9, unit="GB/s") for what, rate in rates.items()]
+    if device.type == "cuda":
+        share = freed / num_bytes
+        out.append(Row(section="spill", what="share of the device's memory that was given back", value=share,
+                       target="at least 0.9", ok=_verdict(size, share >= 0.9)))  # fmt: skip
+    note = "equal" if same else "differ"
+    return [*out, Row(section="spill", what="numbers that came back", ok=_verdict(size, same), note=note)]
+
+
 MOVES: dict[str, Callable[[torch.device, Size], list[Row]]] = {
     "exchange": exchange_rows,
     "m2n": mesh_rows,
     "host": host_rows,
     "pages": pages_rows,
+    "spill": spill_rows,
 }
 
 
@@ -224,6 +263,15 @@ def _unit(model: ModelSpec, index: int, tp: int, ranks: tuple[int, ...], kinds: 
 def _verdict(size: Size, right: bool) -> bool | None:
     """A failure always counts; a success where something is claimed."""
     return False if not right else True if size.claims else None
+
+
+def _timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What a call returns, and its seconds."""
+    _wait(device)
+    start = time.perf_counter()
+    out = call()
+    _wait(device)
+    return out, time.perf_counter() - start
 
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
