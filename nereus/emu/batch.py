@@ -7,6 +7,7 @@ Row i holds its prompt at [0, prompt_lens_b[i]) and its response right after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
@@ -227,7 +228,8 @@ class TrainMetrics:
     """What one optimizer step reports, already reduced over the unit's ranks and all units.
 
     `loss` is the global loss; `stats` holds the loss's own sums and ratios by name; `gradient_norm` is the
-    norm before clipping; `seconds` by phase (forward_backward, reduce, optimizer).
+    norm before clipping; `seconds` by phase (forward_backward, reduce, optimizer). Where the norm is not
+    finite the state was not updated.
     """
 
     loss: float
@@ -235,6 +237,11 @@ class TrainMetrics:
     learning_rate: float
     stats: dict[str, float]
     seconds: dict[str, float]
+
+    @property
+    def updated(self) -> bool:
+        """Whether the step has changed the weights."""
+        return math.isfinite(self.gradient_norm)
 
 
 def join_rows(parts: Sequence[RowsT], order: Sequence[int] | Tensor | None = None) -> RowsT:

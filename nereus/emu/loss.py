@@ -43,6 +43,36 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledLoss:
+    """A loss times `scale`; what it reports is not scaled."""
+
+    loss: Loss
+    scale: float
+
+    @property
+    def temperature(self) -> float:
+        """That of the loss."""
+        return self.loss.temperature
+
+    @property
+    def needs_entropy(self) -> bool:
+        """As the loss does."""
+        return self.loss.needs_entropy
+
+    def __call__(
+        self, scores: Scores, batch: TrainBatch, counts: GlobalCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Loss`."""
+        share, parts = self.loss(scores, batch, counts)
+        return share * self.scale, parts
+
+
+def scale_of(loss: Loss) -> float:
+    """By how much its gradients come out too large."""
+    return loss.scale if isinstance(loss, ScaledLoss) else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """A surrogate, weighted where another policy drew the samples, minus an entropy bonus, plus a KL term to
     the reference policy.

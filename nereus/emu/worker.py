@@ -290,10 +290,13 @@ class Worker:
         loss: Loss,
         counts: GlobalCounts,
         learning_rate: float,
+        loss_scale: float = 1.0,
     ) -> TrainMetrics:
         """One optimizer step; collective over all units of the model-stage."""
         with self._timings.of(f"{stage}/train"):
-            return self._engines[stage].train_step(micro_batches, loss, counts, learning_rate=learning_rate)
+            return self._engines[stage].train_step(
+                micro_batches, loss, counts, learning_rate=learning_rate, loss_scale=loss_scale
+            )
 
     def hold_sync_plan(self, source: str, plan: RankPlan) -> None:
         """Keep this worker's part of the plan by which theta moves from a training model-stage."""

@@ -78,7 +78,9 @@ RULES: Mapping[str, Rule] = {
     "entropy_loss_coef": Rule(to="algorithm.entropy"),
     "dynamic_filtering": Rule(note=TOGETHER),
     "seed": Rule(to="seed"),
-    "param_dtype": Rule(to="models.precision", only=("bf16", "fp32"), otherwise="weights are bf16 or fp32"),
+    "param_dtype": Rule(
+        to="models.precision", only=("bf16", "fp16", "fp32"), otherwise="weights are bf16, fp16 or fp32"
+    ),
     "bf16": Rule(to="models.precision", read=lambda on: "bf16" if on else "fp32"),
     "gradient_checkpointing": Rule(to="models.recompute"),
     "zero_stage": Rule(note=TOGETHER),

@@ -42,6 +42,13 @@ SCHEDULE = Rule(
     only=("constant", "cosine", "linear"),
     otherwise="schedules are constant, cosine, linear",
 )
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+PRECISION = Rule(
+    to="models.precision",
+    read=PRECISIONS.__getitem__,
+    only=(*PRECISIONS, None),
+    otherwise=f"weights are one of {', '.join(PRECISIONS)}",
+)
 RULES: Mapping[str, Rule] = {
     "data.train_files": Rule(to="prompts.source.path", read=lambda value: _one_file(value)),
     "data.prompt_key": Rule(to="prompts.source.prompt"),
@@ -71,6 +78,8 @@ RULES: Mapping[str, Rule] = {
         only=("fsdp", "fsdp2", "megatron"),
         otherwise="engines are torch, megatron, deepspeed",
     ),
+    f"{ACTOR}dtype": PRECISION,
+    f"{ACTOR}fsdp_config.dtype": PRECISION,
     f"{ACTOR}ppo_epochs": Rule(to="batch.epochs"),
     f"{ACTOR}ppo_mini_batch_size": Rule(note=TOGETHER),
     f"{ACTOR}ppo_micro_batch_size_per_gpu": Rule(to="batch.micro_batch_rows"),

@@ -220,7 +220,7 @@ def request_of(config: CampaignConfig, models: Mapping[str, StageModel], prompt_
         prompt_tokens=prompt_tokens,
         # Until lengths were measured: a quarter of the limit on average, with a tail up to it.
         response=LengthDistribution.from_mean_p95_max(limit / 4, limit * 3 / 4, limit),
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.models.precision.value],
+        dtype={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.models.precision.value],
         schedule=Schedule.ahead_by(config.staleness),
         recompute=recompute,
         micro_batch=rows,

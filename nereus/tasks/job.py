@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from nereus.algorithms.loss_scale import LossScale
 from nereus.config import CampaignConfig
 from nereus.config.environment import uses_m2n
 from nereus.data.order import Cursor
@@ -47,13 +48,14 @@ from nereus.tasks.weight_sync import plan_weight_sync
 
 GENERATE = "generate"  # the kind of work, and the stage, that draws responses
 KL_BETA = "kl_beta"  # the name under which a control record holds it
+LOSS_SCALE = "loss_scale/"  # the same, a model-stage's name follows
 SYNC_DEADLINE_S = 300.0  # far above any sync; a dead peer is noticed by its connection, much earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignState:
-    """The logical state: steps completed, version of the policy, position in the data, and the weight of a KL
-    term that adapts. No layout is in it.
+    """The logical state: steps completed, version of the policy, position in the data, the weight of a KL
+    term that adapts, and loss scales. No layout is in it.
     """
 
     step: int = 0
@@ -61,6 +63,8 @@ class CampaignState:
     cursor: Cursor = field(default_factory=Cursor)
     kl_beta: float | None = None
     """None where it does not adapt, and before the first step."""
+    loss_scales: Mapping[str, LossScale] = field(default_factory=dict)
+    """By model-stage, of those that train in fp16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +263,11 @@ def state_of(control: Control) -> CampaignState:
         policy_version=control.policy_version,
         cursor=cursor,
         kl_beta=control.scalars.get(KL_BETA),
+        loss_scales={
+            name.removeprefix(LOSS_SCALE): LossScale(value, control.counters[name])
+            for name, value in control.scalars.items()
+            if name.startswith(LOSS_SCALE)
+        },
     )
 
 

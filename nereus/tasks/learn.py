@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from nereus.algorithms.aggregation import GlobalCounts
+from nereus.algorithms.loss_scale import LossScale
 from nereus.emu.batch import TrainBatch, TrainMetrics
 from nereus.emu.cluster import Call
 from nereus.emu.layout import Rank
@@ -40,6 +43,11 @@ def learn(job: Job, stage: str, batch: TrainBatch, loss: Loss, learning_rate: fl
             _optimizer_step(job, stage, batch.select(rows), loss, learning_rate) for rows in parts[applied:]
         ]
     job.adam_steps[stage] += len(parts)
+    if left_out := sum(not one.updated for one in metrics):
+        job.listener.on_message(
+            f"step {job.state.step}: {left_out} of {len(parts)} updates of {stage} left out: "
+            "their gradient is not finite"
+        )
     return mean_metrics(metrics) if metrics else _unknown(learning_rate)
 
 
@@ -73,18 +81,42 @@ def _optimizer_step(
         sent = parts if len(unit.ranks) == 1 else job.cluster.share(parts)
         call = Call("train_step", (stage, sent, loss, counts, learning_rate))
         calls |= dict.fromkeys(unit.ranks, call)
-    results = job.cluster.run(calls, what=f"learn {stage}")
-    metrics: TrainMetrics = results[spec.ranks[0]]
-    return metrics
+
+    def take(loss_scale: float) -> TrainMetrics:
+        scaled = {
+            rank: replace(call, arguments=(*call.arguments, loss_scale)) for rank, call in calls.items()
+        }
+        metrics: TrainMetrics = job.cluster.run(scaled, what=f"learn {stage}")[spec.ranks[0]]
+        return metrics
+
+    return _scaled(job, stage, take) if spec.model.dtype == "fp16" else take(1.0)
+
+
+def _scaled(job: Job, stage: str, take: Callable[[float], TrainMetrics]) -> TrainMetrics:
+    """Take a step with the loss scale of a model-stage; again with half of it while the gradient overflows,
+    so that no rows are lost.
+    """
+    scale = job.state.loss_scales.get(stage, LossScale())
+    while not (metrics := take(scale.value)).updated and scale.can_shrink:
+        scale = scale.overflowed()
+    used = metrics.stats | {"loss_scale": scale.value}
+    job.state = replace(job.state, loss_scales={**job.state.loss_scales, stage: scale.stepped()})
+    return replace(metrics, stats=used)
 
 
 def mean_metrics(metrics: Sequence[TrainMetrics]) -> TrainMetrics:
-    """Means over the optimizer steps of one campaign step; seconds are summed."""
+    """Means over the optimizer steps of one campaign step, of those that updated the weights if there are
+    any; seconds are summed.
+    """
+    seconds: Counter[str] = Counter()
+    for one in metrics:
+        seconds.update(one.seconds)
+    metrics = [one for one in metrics if one.updated] or metrics
     num = len(metrics)
     return TrainMetrics(
         loss=sum(m.loss for m in metrics) / num,
         gradient_norm=sum(m.gradient_norm for m in metrics) / num,
         learning_rate=metrics[-1].learning_rate,
         stats={name: sum(m.stats[name] for m in metrics) / num for name in metrics[0].stats},
-        seconds={name: sum(m.seconds[name] for m in metrics) for name in metrics[0].seconds},
+        seconds=dict(seconds),
     )

@@ -79,7 +79,7 @@ def test_the_schema_has_what_a_form_needs() -> None:
         (schema["$defs"]["PromptsConfig"], "source", 3),
     ):
         assert len(holder["properties"][name]["anyOf"]) == number, "tabs in the form; oneOf would be raw JSON"
-    assert schema["$defs"]["Precision"]["enum"] == ["fp32", "bf16"]
+    assert schema["$defs"]["Precision"]["enum"] == ["fp32", "bf16", "fp16"]
     for model in (schema, *schema["$defs"].values()):
         for name, field in model.get("properties", {}).items():
             assert name == "kind" or {"description", "$ref"} & set(field), f"{model['title']}.{name}"

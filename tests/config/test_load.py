@@ -145,7 +145,7 @@ def test_a_key_of_another_kind_names_its_kind(write: Write) -> None:
         ),
         ("cluster.timeout_s=.inf", "cluster.timeout_s: Infinity; must be a finite number"),
         ("cluster.device=cpus", "\"cpus\"; must be 'auto', 'cpu' or 'cuda'. Remedy: did you mean cpu?"),
-        ("models.precision=fp16", "models.precision: \"fp16\"; must be 'fp32' or 'bf16'"),
+        ("models.precision=fp8", "models.precision: \"fp8\"; must be 'fp32', 'bf16' or 'fp16'"),
         ("algorithm.kind=gppo", "algorithm.kind: \"gppo\"; must be one of 'grpo', 'ppo', 'remax', "),
         ("reward={}", "reward.kind: absent; must be one of 'python', 'reasoning_gym', 'code', "),
         ("models={}", "models.actor: absent; this key is required. Remedy: add it: The policy to train."),

@@ -201,3 +201,15 @@ def test_a_file_that_is_no_mapping_and_an_override_without_a_value_are_refused(t
 def test_every_setting_has_exactly_one_fate(job: dict[str, None]) -> None:
     found = adopt_verl(job)
     assert sorted(entry.key for entry in found.entries) == sorted(job)
+
+
+@pytest.mark.parametrize("key", ["dtype", "fsdp_config.dtype"])
+def test_the_dtype_of_weights_is_the_precision(key: str) -> None:
+    def adopted(**changes: Any) -> Any:
+        return adopt_verl(grpo(**changes))
+
+    assert adopted().tree["models"]["precision"] == "bf16"
+    name = f"actor_rollout_ref.actor.{key}"
+    assert adopted(**{name: "float16"}).tree["models"]["precision"] == "fp16"
+    (refused,) = adopted(**{name: "float8"}).of(Fate.UNSUPPORTED)
+    assert refused.key == name

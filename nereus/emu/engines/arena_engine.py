@@ -23,7 +23,7 @@ from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.engines.torch.scored import Limit, Read, last_values
 from nereus.emu.engines.torch.shard_arenas import ShardArenas
 from nereus.emu.layout import Layout
-from nereus.emu.loss import Loss
+from nereus.emu.loss import Loss, ScaledLoss
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.unit_groups import UnitGroups
 
@@ -96,7 +96,13 @@ class ArenaEngine(ABC):
         return last_values(self._forward(batch, limit, read="last"))
 
     def train_step(
-        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss: Loss,
+        counts: GlobalCounts,
+        *,
+        learning_rate: float,
+        loss_scale: float = 1.0,
     ) -> TrainMetrics:
         """One optimizer step; see the protocol. `stats` are the loss's sums over all units."""
         assert self._grad is not None, "built without an optimizer"
@@ -104,8 +110,9 @@ class ArenaEngine(ABC):
         clock = Clock(self._device)
         with clock.phase("forward_backward"):
             self._grad.flat.zero_()
-            sums = self._accumulate(micro_batches, loss, counts)
-        return self._update(sums, clock, learning_rate)
+            scaled = loss if loss_scale == 1 else ScaledLoss(loss=loss, scale=loss_scale)
+            sums = self._accumulate(micro_batches, scaled, counts)
+        return self._update(sums, clock, learning_rate, loss_scale)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Nothing is held beside the state and the gradients, which go with the engine."""
@@ -128,12 +135,14 @@ class ArenaEngine(ABC):
     ) -> dict[str, Tensor]:
         """Add the gradients of all micro-batches; returns this unit's sums, if only on the last stage."""
 
-    def _update(self, sums: dict[str, Tensor], clock: Clock, learning_rate: float) -> TrainMetrics:
+    def _update(
+        self, sums: dict[str, Tensor], clock: Clock, learning_rate: float, loss_scale: float
+    ) -> TrainMetrics:
         """Sum the gradients over units, clip, and update the arenas; collective over all units."""
         assert self._step is not None, "built without an optimizer"
-        reduced = self._step.reduce(sums, clock)
-        with self._updating() as step_count:
-            return self._step.update(reduced, clock, learning_rate=learning_rate, step_count=step_count)
+        return self._step.take(
+            sums, clock, self._updating, learning_rate=learning_rate, loss_scale=loss_scale
+        )
 
     @contextmanager
     def _updating(self) -> Iterator[int]:

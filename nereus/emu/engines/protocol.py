@@ -63,11 +63,19 @@ class TrainEngine(ScoreEngine, Protocol):
     did not end: the state is then neither that of before nor that of after."""
 
     def train_step(
-        self, micro_batches: Sequence[TrainBatch], loss: Loss, counts: GlobalCounts, *, learning_rate: float
+        self,
+        micro_batches: Sequence[TrainBatch],
+        loss: Loss,
+        counts: GlobalCounts,
+        *,
+        learning_rate: float,
+        loss_scale: float = 1.0,
     ) -> TrainMetrics:
         """One optimizer step over this unit's rows; gradients are summed over micro-batches and over units.
 
-        Collective over all units of the model-stage. Each unit brings the same number of micro-batches.
+        Collective over all units of the model-stage. Each unit brings the same number of micro-batches. The
+        loss is multiplied by `loss_scale`, a power of two, for the backward pass alone. A gradient that is
+        not finite changes no weights; with a scale above 1 the step then counts as not taken.
         """
         ...
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.algorithms.ppo import ClippedSurrogate
-from nereus.emu.batch import TrainBatch
+from nereus.emu.batch import Scores, TrainBatch
+from nereus.emu.decoder import DType
 from nereus.emu.engines.torch.engine import TorchEngine
 from nereus.emu.loss import PolicyLoss, ValueLoss
 from nereus.emu.unit_groups import UnitGroups
 from tests.emu.engines import torch_cases as cases
-from tests.emu.engines.torch_cases import LLAMA, QWEN2, QWEN3, Case, Pool, TokenLoss, make_batch
+from tests.emu.engines.torch_cases import LLAMA, MIXTRAL, QWEN2, QWEN3, Case, Pool, TokenLoss, make_batch
 
 BATCH = make_batch()
 COUNTS = GlobalCounts.from_mask(BATCH.mask_bt)
@@ -108,6 +109,95 @@ def test_half_precision_weights_are_the_rounded_master() -> None:
     assert engine.state["theta"].flat.dtype == torch.bfloat16
     assert not torch.equal(engine.state["master"].flat, before)
     assert torch.equal(engine.state["theta"].flat, engine.state["master"].flat.bfloat16())
+
+
+def poisoned(batch: TrainBatch) -> TrainBatch:
+    """One advantage is not a number, as after a division by zero in a reward."""
+    assert batch.advantages_bt is not None
+    advantages_bt = batch.advantages_bt.clone()
+    row, column = batch.mask_bt.nonzero()[0].tolist()
+    advantages_bt[row, column] = torch.nan
+    return replace(batch, advantages_bt=advantages_bt)
+
+
+@pytest.mark.parametrize(("tp", "pp", "units"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_i18_a_gradient_that_is_not_finite_reaches_no_weights(pool: Pool, tp: int, pp: int, units: int) -> None:
+    case = Case(config=QWEN2, tp=tp, pp=pp, units=units)
+    results = pool.run(case, cases.train, [[poisoned(BATCH)], *[[BATCH]] * (units - 1)], LOSS, COUNTS, 1)
+    assert not any(result.metrics[0].updated for result in results)
+    source = cases.Random(case.config)
+    for name, tensor in cases.assemble(case.config, [result.weights for result in results]).items():
+        assert torch.equal(tensor, source.read("theta", name, tuple((0, n) for n in tensor.shape))), name
+
+
+def test_a_step_without_an_update_counts_and_leaves_the_moments(pool: Pool) -> None:
+    case = Case(config=QWEN2)
+    engine = cases.build(case, alone(case))
+    engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2)
+    before = {kind: arena.flat.clone() for kind, arena in engine.state.arenas.items()}
+    assert not engine.train_step([poisoned(BATCH)], LOSS, COUNTS, learning_rate=1e-2).updated
+    assert engine.step_count == 2, "the rows were learnt from as far as that is possible"
+    for kind, arena in engine.state.arenas.items():
+        assert torch.equal(arena.flat, before[kind]), kind
+    assert engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2).updated
+
+
+@pytest.mark.parametrize("router_balance", [0.0, 0.1])
+def test_a_loss_scale_changes_no_bit_where_nothing_is_lost(router_balance: float) -> None:
+    config = QWEN2 if router_balance == 0 else MIXTRAL
+    case = Case(config=config, router_balance=router_balance)
+    plain, scaled = cases.build(case, alone(case)), cases.build(case, alone(case))
+    found = [
+        engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2, loss_scale=scale)
+        for engine, scale in ((plain, 1.0), (scaled, 2.0**12))
+    ]
+    assert found[0].loss == found[1].loss
+    assert found[0].gradient_norm == found[1].gradient_norm
+    assert found[0].stats == found[1].stats
+    for kind, arena in plain.state.arenas.items():
+        assert torch.equal(arena.flat, scaled.state[kind].flat), kind
+
+
+def test_an_overflow_under_a_scale_has_not_been_and_a_smaller_one_serves() -> None:
+    case = Case(config=LLAMA.with_dtype("fp16"))
+    engine = cases.build(case, alone(case))
+    before = {kind: arena.flat.clone() for kind, arena in engine.state.arenas.items()}
+    assert not engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2, loss_scale=2.0**24).updated
+    assert engine.step_count == 0
+    for kind, arena in engine.state.arenas.items():
+        assert torch.equal(arena.flat, before[kind]), kind
+    assert engine.train_step([BATCH], LOSS, COUNTS, learning_rate=1e-2, loss_scale=2.0**10).updated
+    assert engine.step_count == 1
+
+
+def test_small_gradients_survive_half_precision_by_the_scale_alone() -> None:
+    def gradient_of(dtype: DType, loss_scale: float) -> Tensor:
+        case = Case(config=LLAMA.with_dtype(dtype))
+        engine = cases.build(case, alone(case))
+        assert BATCH.advantages_bt is not None
+        faint = replace(BATCH, advantages_bt=1e-6 * BATCH.advantages_bt)
+        engine.train_step([faint], Faint(), COUNTS, learning_rate=0.0, loss_scale=loss_scale)
+        assert engine.grad is not None
+        return engine.grad.flat.clone()
+
+    exact = gradient_of("fp32", 1.0)
+    lost = gradient_of("fp16", 1.0)
+    kept = gradient_of("fp16", 2.0**16)
+    size = float(exact.norm())
+    assert float((lost - exact).norm()) > 0.3 * size
+    assert float((kept - exact).norm()) < 0.02 * size
+
+
+class Faint(TokenLoss):
+    """Nothing but advantages times log-probabilities."""
+
+    def __call__(
+        self, scores: Scores, batch: TrainBatch, counts: GlobalCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert scores.logprobs_bt is not None
+        assert batch.advantages_bt is not None
+        share = (scores.logprobs_bt * batch.advantages_bt * batch.mask_bt).sum() / counts.num_tokens
+        return share, {}
 
 
 def test_moments_and_step_count_continue_in_another_engine() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from nereus.algorithms.aggregation import GlobalCounts
 from nereus.emu.batch import Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.decision import Decision, Outcome
-from nereus.emu.decoder import DecoderConfig, decoder_spec
+from nereus.emu.decoder import DecoderConfig, DType, decoder_spec
 from nereus.emu.engine_limits import EngineName
 from nereus.emu.engines.torch.optimizer import AdamW
 from nereus.emu.hf_folder import write_hf_folder
@@ -45,6 +46,7 @@ NAME = "actor.training"
 ADAM = AdamW(eps=1e-5, weight_decay=0.01, max_gradient_norm=0.5)
 LOSS = TokenLoss(temperature=0.8, entropy=0.01)
 LEARNING_RATE = 1e-2
+NORM = "model.norm.weight"
 SCORES, GRADIENTS, WEIGHTS = 1e-3, 1e-4, 1e-4
 LIMIT_S = 240.0  # of one call: the first one in a process imports the engine, on a machine that may be busy
 KINDS = ("theta", "exp_avg", "exp_avg_sq")
@@ -121,7 +123,14 @@ class Trainers:
         )
         self._workers.run(do, "build", spec, workers=ranks, timeout_s=LIMIT_S)
 
-    def train(self, spec: StageSpec, batches: list[TrainBatch], loss: Loss = LOSS) -> list[TrainMetrics]:
+    def train(
+        self,
+        spec: StageSpec,
+        batches: list[TrainBatch],
+        loss: Loss = LOSS,
+        *,
+        loss_scale: float = 1.0,
+    ) -> list[TrainMetrics]:
         """One step a batch: rows go to the units, two micro-batches each. All ranks report the same."""
         out = []
         for batch in batches:
@@ -129,10 +138,11 @@ class Trainers:
             size = batch.batch.num_rows // len(spec.units)
             for unit, rows in zip(spec.units, split(batch, [size] * len(spec.units)), strict=True):
                 micro = split(rows, [size // 2, size - size // 2])
+                given = micro, loss, counts, LEARNING_RATE, loss_scale
                 for rank in unit.ranks:
-                    self._workers.call(rank, do, "train_step", NAME, micro, loss, counts, LEARNING_RATE)
+                    self._workers.call(rank, do, "train_step", NAME, *given)
             found = [self._workers.result(rank, timeout_s=LIMIT_S) for rank in spec.ranks]
-            assert len({(m.loss, m.gradient_norm, tuple(m.stats.items())) for m in found}) == 1
+            assert len({str((m.loss, m.gradient_norm, m.stats)) for m in found}) == 1  # by text: NaN is NaN
             out.append(found[0])
         return out
 
@@ -295,14 +305,30 @@ def check_reference(trainers: Trainers, subject: Subject, cut: Cut) -> None:
     assert torch.equal(found.logprobs_bt, expected.logprobs_bt)
 
 
-def check_half_precision(trainers: Trainers, subject: Subject, cut: Cut) -> None:
-    """Gradients of bfloat16 weights are the float32 ones but for its 8 bits, summed over the layers."""
-    half = replace(subject, config=subject.config.with_dtype("bf16"), adam=AdamW(max_gradient_norm=None))
-    found, _ = _after(trainers, half.under(cut), 1)
-    expected, _ = _after(trainers, half.oracle(), 1)
+def check_half_precision(
+    trainers: Trainers, subject: Subject, cut: Cut, dtype: DType, *, loss_scale: float, within: float
+) -> None:
+    """Gradients of half-precision weights are the float32 ones but for its digits, summed over the layers."""
+    half = replace(subject, config=subject.config.with_dtype(dtype), adam=AdamW(max_gradient_norm=None))
+    found, metrics = _after(trainers, half.under(cut), 1, loss_scale=loss_scale)
+    expected, wanted = _after(trainers, half.oracle(), 1)
+    assert metrics[0].loss == pytest.approx(wanted[0].loss, rel=within)
     for name, tensor in expected["exp_avg"].items():
         error = float((found["exp_avg"][name] - tensor).abs().max())
-        assert error < 0.1 * float(tensor.abs().max()), f"{name} is off by {error:.2e}"
+        assert error < within * float(tensor.abs().max()), f"{name} is off by {error:.2e}"
+
+
+def check_overflow(trainers: Trainers, subject: Subject, cut: Cut) -> None:
+    """Under a scale that float16 has no room for nothing changes on any rank, and the step has not been."""
+    spec = replace(subject, config=subject.config.with_dtype("fp16")).under(cut)
+    trainers.build(spec)
+    before = trainers.state(spec)
+    (metrics,) = trainers.train(spec, batches(1), loss_scale=2.0**30)
+    assert not metrics.updated
+    _assert_same_bits(trainers.state(spec), before)
+    (metrics,) = trainers.train(spec, batches(1), loss_scale=2.0**8)
+    assert metrics.updated
+    assert not torch.equal(trainers.state(spec)["exp_avg"][NORM], before["exp_avg"][NORM])
 
 
 def check_gradients(trainers: Trainers, subject: Subject, cut: Cut) -> None:
@@ -394,9 +420,11 @@ def check_rebuilds(
         assert grown <= growth_bytes, f"worker {rank}: grew by {grown / 1e6:.1f} MB"
 
 
-def _after(trainers: Trainers, spec: StageSpec, num_steps: int) -> tuple[State, list[TrainMetrics]]:
+def _after(
+    trainers: Trainers, spec: StageSpec, num_steps: int, *, loss_scale: float = 1.0
+) -> tuple[State, list[TrainMetrics]]:
     trainers.build(spec)
-    metrics = trainers.train(spec, batches(num_steps))
+    metrics = trainers.train(spec, batches(num_steps), loss_scale=loss_scale)
     return trainers.state(spec), metrics
 
 

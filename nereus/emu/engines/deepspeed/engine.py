@@ -132,9 +132,11 @@ class DeepSpeedTrainer(ArenaEngine):
                 self._engine.backward(share)
         return sums
 
-    def _update(self, sums: dict[str, Tensor], clock: Clock, learning_rate: float) -> TrainMetrics:
+    def _update(
+        self, sums: dict[str, Tensor], clock: Clock, learning_rate: float, loss_scale: float
+    ) -> TrainMetrics:
         assert self._optimizer is not None, "built without an optimizer"
-        self._optimizer.prepare(sums, clock, learning_rate)
+        self._optimizer.prepare(sums, clock, learning_rate, loss_scale)
         with self._process.entered():
             self._engine.step()
         return self._optimizer.metrics

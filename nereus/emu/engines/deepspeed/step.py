@@ -31,7 +31,7 @@ class StepOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters, {"lr": 0.0})
         self._step, self._process, self._updating = step, process, updating
-        self._next: tuple[dict[str, Tensor], Clock, float] | None = None
+        self._next: tuple[dict[str, Tensor], Clock, float, float] | None = None
         self._metrics: TrainMetrics | None = None
 
     def leave_to_deepspeed(self, model: nn.Module) -> None:
@@ -44,9 +44,9 @@ class StepOptimizer(torch.optim.Optimizer):
         rest = tuple(part for part in self._step.partial if part.physical not in summed)
         self._step = replace(self._step, partial=rest)
 
-    def prepare(self, sums: dict[str, Tensor], clock: Clock, learning_rate: float) -> None:
-        """The losses' sums, the clock and the learning rate of the step that DeepSpeed takes next."""
-        self._next = sums, clock, learning_rate
+    def prepare(self, sums: dict[str, Tensor], clock: Clock, learning_rate: float, loss_scale: float) -> None:
+        """The losses' sums, the clock, learning rate and loss scale of the step that DeepSpeed takes next."""
+        self._next = sums, clock, learning_rate, loss_scale
 
     @property
     def metrics(self) -> TrainMetrics:
@@ -57,11 +57,9 @@ class StepOptimizer(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Sum the gradients over units, clip, and update the arenas; collective over all units."""
         assert self._next is not None, "a step is prepared first"
-        sums, clock, learning_rate = self._next
+        sums, clock, learning_rate, loss_scale = self._next
         with self._process.outside():
-            reduced = self._step.reduce(sums, clock)
-            with self._updating() as count:
-                self._metrics = self._step.update(
-                    reduced, clock, learning_rate=learning_rate, step_count=count
-                )
+            self._metrics = self._step.take(
+                sums, clock, self._updating, learning_rate=learning_rate, loss_scale=loss_scale
+            )
         self._next = None

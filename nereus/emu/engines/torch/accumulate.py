@@ -18,7 +18,7 @@ from nereus.emu.batch import TrainBatch
 from nereus.emu.engines.torch.forward import Stage, scores_of, through_stage
 from nereus.emu.engines.torch.packing import Packed, pack
 from nereus.emu.engines.torch.token_share import TokenShare
-from nereus.emu.loss import Loss
+from nereus.emu.loss import Loss, scale_of
 from nereus.emu.unit_groups import UnitGroups
 
 
@@ -39,7 +39,7 @@ def accumulate(
     trimmed = [tokens.train(batch) for batch in micro_batches]
     packed = [pack(batch.batch, share=tokens).to(device) for batch in trimmed]
     if stage.balance:
-        packed = balanced(packed, stage.balance, groups)
+        packed = balanced(packed, stage.balance * scale_of(loss), groups)
     sums: dict[str, Tensor] = {}
 
     def loss_of(number: int, x_mh: Tensor) -> Tensor:

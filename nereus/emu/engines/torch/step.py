@@ -9,6 +9,9 @@ Where the units share the optimizer's state (ZeRO-1), each updates its slice alo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -86,35 +89,28 @@ class ArenaStep:
             slices=slices,
         )
 
-    def reduce(self, sums: dict[str, Tensor], clock: Clock) -> Reduced:
-        """Sum the gradients and the losses over all units; collective over them. Changes no state.
-
-        `sums` are this unit's by name, `loss` among them, known to the last stage only.
-        """
-        with clock.phase("reduce"):
-            complete(self.grad, self.partial, self.groups)
-            sum_copies(self.grad.flat, self.copies, self.groups)
-            grad = self._summed()
-            norm = self._norm(grad)
-            stats = total_sums(sums, self.groups, self.grad.device)
-        return Reduced(grad=grad, norm=norm, stats=stats)
-
-    def update(
-        self, reduced: Reduced, clock: Clock, *, learning_rate: float, step_count: int
+    def take(
+        self,
+        sums: dict[str, Tensor],
+        clock: Clock,
+        updating: Callable[[], AbstractContextManager[int]],
+        *,
+        learning_rate: float,
+        loss_scale: float,
     ) -> TrainMetrics:
-        """Clip the gradients and take step number `step_count`; with slices collective over all units.
+        """Sum the gradients over units, clip, and update the arenas; collective over all units.
 
-        `grad` holds the clipped gradients afterwards; with slices it holds this unit's own gradients.
+        `sums` are this unit's by name, `loss` among them, known to the last stage only. `updating` surrounds
+        the update, with Adam's t. A gradient that is not finite on any rank reaches no weights of any: with a
+        `loss_scale` above 1 the step has then not been, and can be tried with a smaller one; without, Adam's
+        t counts it and everything else stays.
         """
-        with clock.phase("optimizer"):
-            adam.clip(reduced.grad, reduced.norm, self.settings.max_gradient_norm)
-            state = self.state if self.slices is None else self._sliced(self.slices)
-            with span("optimizer"):
-                adam.step(
-                    state, reduced.grad, self.settings, learning_rate=learning_rate, step_count=step_count
-                )
-            if self.slices is not None:
-                self.slices.spread(state["theta"], self.state["theta"])
+        reduced = self._reduce(sums, clock, loss_scale)
+        is_finite = math.isfinite(reduced.norm)
+        if is_finite or loss_scale == 1:
+            with clock.phase("optimizer"), updating() as step_count:
+                if is_finite:
+                    self._update(reduced, learning_rate=learning_rate, step_count=step_count)
         stats = dict(reduced.stats)
         return TrainMetrics(
             loss=stats.pop("loss"),
@@ -123,6 +119,31 @@ class ArenaStep:
             stats=stats,
             seconds=clock.seconds,
         )
+
+    def _reduce(self, sums: dict[str, Tensor], clock: Clock, loss_scale: float) -> Reduced:
+        """The gradients and losses of all units, without their scale. Changes no state."""
+        with clock.phase("reduce"):
+            complete(self.grad, self.partial, self.groups)
+            sum_copies(self.grad.flat, self.copies, self.groups)
+            grad = self._summed()
+            if loss_scale != 1:
+                grad.mul_(1 / loss_scale)
+            norm = self._norm(grad)
+            stats = total_sums(sums, self.groups, self.grad.device)
+            stats["loss"] /= loss_scale
+        return Reduced(grad=grad, norm=norm, stats=stats)
+
+    def _update(self, reduced: Reduced, *, learning_rate: float, step_count: int) -> None:
+        """Clip the gradients and take step number `step_count`; with slices collective over all units.
+
+        `grad` holds the clipped gradients afterwards; with slices it holds this unit's own gradients.
+        """
+        adam.clip(reduced.grad, reduced.norm, self.settings.max_gradient_norm)
+        state = self.state if self.slices is None else self._sliced(self.slices)
+        with span("optimizer"):
+            adam.step(state, reduced.grad, self.settings, learning_rate=learning_rate, step_count=step_count)
+        if self.slices is not None:
+            self.slices.spread(state["theta"], self.state["theta"])
 
     def _summed(self) -> Tensor:
         """The gradients summed over the units: of the whole shard, or of this rank's slice."""
