@@ -121,7 +121,7 @@ def poisoned(batch: TrainBatch) -> TrainBatch:
 
 
 @pytest.mark.parametrize(("tp", "pp", "units"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
-def test_i18_a_gradient_that_is_not_finite_reaches_no_weights(pool: Pool, tp: int, pp: int, units: int) -> None:
+def test_i18_a_gradient_that_is_not_finite_changes_nothing(pool: Pool, tp: int, pp: int, units: int) -> None:
     case = Case(config=QWEN2, tp=tp, pp=pp, units=units)
     results = pool.run(case, cases.train, [[poisoned(BATCH)], *[[BATCH]] * (units - 1)], LOSS, COUNTS, 1)
     assert not any(result.metrics[0].updated for result in results)
