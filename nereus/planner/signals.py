@@ -95,17 +95,23 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SuddenLoss:
+    """So many GPUs in use were gone at a step without a warning."""
+
+    step: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SignalHistory:
     """All that decisions may look back on, since `started_at`.
 
     `references` are the drift signals at the last planning; `outside` counts the steps that a signal has been
     beyond its threshold (0: inside). `crossings` are the steps at which a cause fired, by its name;
-    `losses` are the steps at which GPUs in use were gone without a warning, `lost_gpus` how many each time,
-    `switches` the transitions done.
-    `trend` is the direction of the lengths, 1 up and -1 down, since they
-    last drifted by a third of their threshold. `waiting_for` is the cause of a change that was refused though
-    it is better, `waiting_since` the step of the first refusal, and `waited_s` the seconds that staying has
-    cost since.
+    `losses` are those of GPUs without a warning, `switches` the transitions done. `trend` is the direction of
+    the lengths, 1 up and -1 down, since they last drifted by a third of their threshold. `waiting_for` is the
+    cause of a change that was refused though it is better, `waiting_since` the step of the first refusal, and
+    `waited_s` the seconds that staying has cost since.
     """
 
     references: Mapping[Drift, Mapping[str, float]] = field(default_factory=dict)
@@ -113,8 +119,7 @@ class SignalHistory:
     usable: frozenset[GpuId] = frozenset()
     crossings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     switches: tuple[Switch, ...] = ()
-    losses: tuple[int, ...] = ()
-    lost_gpus: tuple[int, ...] = ()
+    losses: tuple[SuddenLoss, ...] = ()
     started_at: int = 0
     planned_at: int = 0
     trend: int = 0
@@ -135,7 +140,6 @@ class SignalHistory:
             crossings=earlier.crossings,
             switches=earlier.switches,
             losses=earlier.losses,
-            lost_gpus=earlier.lost_gpus,
             started_at=earlier.started_at,
         )
 
@@ -172,12 +176,12 @@ class SignalHistory:
 
     def with_loss(self, step: int, num_gpus: int = 1) -> SignalHistory:
         """So many GPUs in use were gone at this step without a warning."""
-        return replace(self, losses=(*self.losses, step), lost_gpus=(*self.lost_gpus, num_gpus))
+        return replace(self, losses=(*self.losses, SuddenLoss(step=step, num_gpus=num_gpus)))
 
     @property
     def bursts(self) -> tuple[tuple[int, float], ...]:
         """How large sudden losses were: numbers of GPUs with their shares of all; one where none was."""
-        counts = Counter(self.lost_gpus or (1,))
+        counts = Counter([loss.num_gpus for loss in self.losses] or [1])
         return tuple((size, count / counts.total()) for size, count in sorted(counts.items()))
 
     def loss_rate(self, step: int) -> float:
