@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nereus.emu.certificate import Certificate
+from nereus.emu.footprint import Ints
 from nereus.emu.schedule_problem import Problem, RankMask, Task
 
 LARGE = 64  # above that many tasks one order of preference is tried
@@ -111,8 +111,10 @@ class _Player:
                 waiting = [number for number in waiting if number not in begun]
             assert self.running, f"I13: {len(waiting)} tasks wait and none runs"
             now = self.running[0][0]
+            ended: list[int] = []
             while self.running and self.running[0][0] == now:
-                self._end(heapq.heappop(self.running)[1])
+                ended.append(heapq.heappop(self.running)[1])
+            self._end(ended)
         return Timeline(start_s=tuple(start), end_s=tuple(end))
 
     def _start(self, waiting: Sequence[int], *, patient: bool) -> set[int]:
@@ -129,7 +131,6 @@ class _Player:
                 and self.certificate.admits(number)
             ):
                 begun.add(number)
-                self.links = _join(self.links, task)
                 for place, amount in task.acquires:
                     self.used[place] += amount
             elif patient:
@@ -137,6 +138,11 @@ class _Player:
             else:
                 continue
             sends, receives, copies = sends | task.sends, receives | task.receives, copies | task.copies
+        if patient:  # what waits keeps links only from those further down
+            sends, receives, copies = self.links
+            for task in map(tasks.__getitem__, begun):
+                sends, receives, copies = sends | task.sends, receives | task.receives, copies | task.copies
+        self.links = sends, receives, copies
         return begun
 
     def _fits(self, task: Task, kept_bins: set[int]) -> bool:
@@ -149,17 +155,15 @@ class _Player:
                 return False
         return True
 
-    def _end(self, number: int) -> None:
-        task = self.problem.tasks[number]
+    def _end(self, numbers: Sequence[int]) -> None:
         sends, receives, copies = self.links
-        self.links = sends & ~task.sends, receives & ~task.receives, copies & ~task.copies
-        for place, amount in task.releases:
-            self.used[place] -= amount
-        self.ended[number] = True
-
-
-def _join(links: Links, task: Task) -> Links:
-    return links[0] | task.sends, links[1] | task.receives, links[2] | task.copies
+        for number in numbers:
+            task = self.problem.tasks[number]
+            sends, receives, copies = sends ^ task.sends, receives ^ task.receives, copies ^ task.copies
+            for place, amount in task.releases:
+                self.used[place] -= amount
+            self.ended[number] = True
+        self.links = sends, receives, copies
 
 
 def _link_work(problem: Problem) -> list[float]:
@@ -172,8 +176,7 @@ def _link_work(problem: Problem) -> list[float]:
         [task.copies for task in problem.tasks],
     ):
         if any(masks):
-            bits = _bits(masks)
-            task, rank = np.divmod(np.flatnonzero(bits), bits.shape[1])
+            task, rank = _places(masks)
             busy = np.bincount(rank, weights=seconds[task])
             begins = np.flatnonzero(np.diff(task, prepend=-1))
             most = np.maximum.reduceat(busy[rank], begins)
@@ -182,11 +185,15 @@ def _link_work(problem: Problem) -> list[float]:
     return out
 
 
-def _bits(masks: Sequence[RankMask]) -> NDArray[np.bool_]:
-    """[tasks, ranks] whether the mask has the rank."""
-    width = max(mask.bit_length() for mask in masks) // 8 + 1
-    packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
-    return np.unpackbits(packed.reshape(len(masks), width), axis=1, bitorder="little").view(np.bool_)
+def _places(masks: Sequence[RankMask]) -> tuple[Ints, Ints]:
+    """(task, rank) for every bit of the masks, in order."""
+    width = max(masks).bit_length() // 64 + 1
+    data = b"".join([mask.to_bytes(8 * width, "little") for mask in masks])
+    words = np.frombuffer(data, dtype="<u8")
+    words_at = np.flatnonzero(words)  # few: most tasks take few ranks
+    bits_at = np.flatnonzero(np.unpackbits(words[words_at].view(np.uint8), bitorder="little"))
+    task, word = np.divmod(words_at[bits_at >> 6], width)
+    return task, 64 * word + (bits_at & 63)
 
 
 def _longest_paths(problem: Problem) -> list[float]:

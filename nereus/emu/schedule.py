@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nereus.emu.chain_time import Seconds, estimated
 from nereus.emu.graph import Spill, TransitionGraph
@@ -28,8 +29,7 @@ from nereus.emu.spilling import with_spills
 from nereus.emu.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(NamedTuple):
     """A chain, or a spill of one, in time. Seconds count from the beginning of the transition."""
 
     chain: int
@@ -93,16 +93,8 @@ def schedule(
     problem, sequences = with_spills(problem, graph, room, topology)
     timeline = shortest(problem, sequences, tries=tries)
     tasks = problem.tasks
-    listed = sorted(range(len(tasks)), key=lambda i: (timeline.start_s[i], timeline.end_s[i], i))
-    slots = tuple(
-        Slot(
-            chain=tasks[number].chain,
-            spill=tasks[number].spill,
-            start_s=timeline.start_s[number],
-            end_s=timeline.end_s[number],
-        )
-        for number in listed
-    )
+    listed = sorted(zip(timeline.start_s, timeline.end_s, range(len(tasks)), strict=True))
+    slots = tuple([Slot(tasks[i].chain, tasks[i].spill, start_s, end_s) for start_s, end_s, i in listed])
     return Schedule(
         graph=_with_edges(graph, problem, timeline),
         slots=slots,
