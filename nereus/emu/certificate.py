@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nereus.emu.schedule_problem import Problem
 
@@ -26,28 +26,28 @@ SHAKE = 5.0  # mean acquisitions
 
 def components(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Tasks that touch bins, with all before and after them; groups share no bin and no precedence."""
-    parent = list(range(len(problem.tasks)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
-    first: dict[int, int] = {}
-    for number, task in enumerate(problem.tasks):
-        met = [first.setdefault(place, number) for place, _ in task.acquires + task.releases]
-        for other in (*met, *task.after):
-            if parent[other] != parent[number]:
-                parent[root(number)] = root(other)
-    groups: dict[int, list[int]] = defaultdict(list)
-    touching: set[int] = set()
-    for number, task in enumerate(problem.tasks):
-        top = root(number)
-        groups[top].append(number)
-        if task.acquires or task.releases:
-            touching.add(top)
-    return tuple([tuple(group) for top, group in groups.items() if top in touching])
+    tasks, unlocks = problem.tasks, problem.unlocks
+    places_of = [[place for place, _ in task.acquires + task.releases] for task in tasks]
+    on_bin: dict[int, list[int]] = defaultdict(list)
+    for number, places in enumerate(places_of):
+        for place in places:
+            on_bin[place].append(number)
+    is_new = [True] * len(tasks)
+    groups: list[tuple[int, ...]] = []
+    for seed, places in enumerate(places_of):
+        if not places or not is_new[seed]:
+            continue
+        is_new[seed], group = False, [seed]
+        for number in group:  # grows while it is walked
+            near = [*tasks[number].after, *unlocks[number]]
+            for place in places_of[number]:
+                near += on_bin.pop(place, ())
+            for other in near:
+                if is_new[other]:
+                    is_new[other] = False
+                    group.append(other)
+        groups.append(tuple(sorted(group)))
+    return tuple(sorted(groups))
 
 
 def find_sequence(
@@ -93,6 +93,7 @@ class _Search:
         harmless, released = problem.harmless, problem.released
         self._harmless = [number for number in self._left() if harmless[number]]
         choices = [number for number in self._left() if not harmless[number]]
+        self._any_waits = any(problem.unlocks)
         self._by_release = sorted(choices, key=lambda number: (-released[number], number))
 
     def run(self, *, shake: Callable[[], float] | None) -> bool:
@@ -132,7 +133,7 @@ class _Search:
         Where no task waits for another their worth never changes, so that one order does for all choices; the
         next is then looked for when it is asked for.
         """
-        if self.shake is None and not any(self.problem.unlocks):
+        if self.shake is None and not self._any_waits:
             return (number for number in self._by_release if number not in self.done and self._fits(number))
         return iter(sorted(filter(self._fits, self._left()), key=self._worth))
 
@@ -196,7 +197,8 @@ class Certificate:
         self.problem = problem
         self.settled = list(problem.used)
         self._group_of = {number: at for at, sequence in enumerate(sequences) for number in sequence}
-        self._sequences = [list(sequence) for sequence in sequences]
+        # Keys in order, so that any task can be taken out at once.
+        self._sequences = [dict.fromkeys(sequence) for sequence in sequences]
         self._on_bin: dict[int, list[int]] = defaultdict(list)
         for sequence in sequences:
             self._enter(sequence)
@@ -211,28 +213,28 @@ class Certificate:
         if self._refused.get(number) == len(self._begun):
             return False  # nothing has started since: ends of tasks change nothing here
         sequence = self._sequences[at]
-        if sequence[0] != number and not self._still_fits(number):
+        if next(iter(sequence)) != number and not self._still_fits(number):
             rest = self._another(sequence, number) if len(sequence) <= SMALL else None
             if rest is None:
                 self._refused[number] = len(self._begun)
                 return False
             self._leave(sequence)
-            self._sequences[at] = rest
+            self._sequences[at] = dict.fromkeys(rest)
             self._enter(rest)
         else:
-            sequence.remove(number)
+            del sequence[number]
             self._leave((number,))
         for place, net in self.problem.net[number].items():
             self.settled[place] += net
         self._begun.add(number)
         return True
 
-    def _enter(self, sequence: Sequence[int]) -> None:
+    def _enter(self, sequence: Iterable[int]) -> None:
         for number in sequence:
             for place in self.problem.net[number]:
                 self._on_bin[place].append(number)
 
-    def _leave(self, numbers: Sequence[int]) -> None:
+    def _leave(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             for place in self.problem.net[number]:
                 self._on_bin[place].remove(number)
@@ -253,7 +255,7 @@ class Certificate:
                 level += acquired - released
         return True
 
-    def _another(self, sequence: Sequence[int], number: int) -> list[int] | None:
+    def _another(self, sequence: Iterable[int], number: int) -> list[int] | None:
         """Another sequence of the rest, were the task started now."""
         rest = sorted(other for other in sequence if other != number)
         used = list(self.settled)

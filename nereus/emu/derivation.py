@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(slots=True)
 class _Draft:
-    """A component while its chain is being made: numbers of old and new units.
+    """A component of old and new units while its chain is being made: their numbers.
 
     `is_merge`: known to be one new unit on exactly the ranks of its old ones, as most are.
     """
@@ -53,7 +53,7 @@ class _Derivation:
     model_stage: str
     old: Units
     new: Units
-    names: Iterator[int]
+    names: Iterator[UnitId]
 
     @cached_property
     def owner_before(self) -> dict[Rank, int]:
@@ -64,9 +64,6 @@ class _Derivation:
     def owner_after(self) -> dict[Rank, int]:
         """The number of the new unit that lies on each rank."""
         return _owners(self.new)
-
-    def new_id(self) -> UnitId:
-        return UnitId(self.model_stage, next(self.names))
 
 
 def change_of(
@@ -94,12 +91,11 @@ def change_of(
         model_stage=model_stage,
         old=old,
         new=new,
-        names=count(max([unit.id.index for unit in before], default=-1) + 1),
+        names=map(
+            UnitId, repeat(model_stage), count(max([unit.id.index for unit in before], default=-1) + 1)
+        ),
     )
-    drafts = _components(work)
-    living = [draft for draft in drafts if draft.old and draft.new]
-    dying = [draft.old[0] for draft in drafts if not draft.new]
-    fresh = [draft.new[0] for draft in drafts if not draft.old]
+    living, dying, fresh = _components(work)
     chains: list[Chain] = []
     if fresh and not kept and living:
         for at, number in enumerate(fresh):
@@ -140,26 +136,33 @@ def _kept(before: Units, after: Units) -> tuple[Units, Units, Units]:
     return tuple(kept.values()), old, tuple(new)
 
 
-def _components(work: _Derivation) -> list[_Draft]:
-    """Old and new units that share ranks, directly or through others; in order of their first unit."""
+def _components(work: _Derivation) -> tuple[list[_Draft], list[int], list[int]]:
+    """(living, dying, fresh): old and new units that share ranks, directly or through others, in order of
+    their first new unit; old ones that share none; new ones that share none.
+    """
     starts = {unit.layout.ranks[0]: number for number, unit in enumerate(work.old)}
     draft_of: dict[int, _Draft] = {}
-    out: list[_Draft] = []
+    living: list[_Draft] = []
+    fresh: list[int] = []
     for number, unit in enumerate(work.new):
-        if whole := _side_by_side(work.old, starts, unit.layout.ranks):
-            home = _Draft(old=whole, new=[number], is_merge=True)
+        ranks = unit.layout.ranks
+        if whole := _side_by_side(work.old, starts, ranks):
+            home = _Draft(whole, [number], is_merge=True)
             for i in whole:
                 draft_of[i] = home
-            out.append(home)
+            living.append(home)
             continue
-        owners = set(map(work.owner_before.get, unit.layout.ranks))
+        if work.owner_before.keys().isdisjoint(ranks):
+            fresh.append(number)
+            continue
+        owners = set(map(work.owner_before.get, ranks))
         touched = sorted([i for i in owners if i is not None])
         found = list({id(draft_of[i]): draft_of[i] for i in touched if i in draft_of}.values())
         if found:
             home = found[0]
         else:
-            home = _Draft(old=[], new=[])
-            out.append(home)
+            home = _Draft([], [])
+            living.append(home)
         home.new.append(number)
         for i in touched:
             if i not in draft_of:
@@ -170,9 +173,8 @@ def _components(work: _Derivation) -> list[_Draft]:
             home.new += other.new
             draft_of.update(dict.fromkeys(other.old, home))
             other.old, other.new = [], []
-    out = [draft for draft in out if draft.new]
-    out += [_Draft(old=[i], new=[]) for i in range(len(work.old)) if i not in draft_of]
-    return out
+    living = [draft for draft in living if draft.new]
+    return living, [i for i in range(len(work.old)) if i not in draft_of], fresh
 
 
 def _side_by_side(old: Units, starts: Mapping[Rank, int], ranks: tuple[Rank, ...]) -> list[int]:
@@ -223,7 +225,7 @@ def _holders(model_stage: str, unit: Unit, others: Units) -> Units:
 
 def _extension(work: _Derivation, reads: Units, units: list[Unit], ends: bool) -> Chain:
     """Copies of some units on fresh ranks; a unit itself ends where it moves rather than stays."""
-    makes = tuple([unit.with_id(work.new_id()) for unit in units])
+    makes = tuple([unit.with_id(next(work.names)) for unit in units])
     into = tuple([(unit.id, unit.layout) for unit in makes])
     kinds = makes[0].kinds if makes[0].kinds != reads[0].kinds else None
     sources = tuple([source.id for source in reads])
@@ -257,11 +259,11 @@ def _reshaping(work: _Derivation, draft: _Draft) -> Chain:
     makes: Units
     operations: tuple[Operation, ...]
     if not draft.fresh and (draft.is_merge or _is_merge(work, draft)):
-        unit = work.new[draft.new[0]].with_id(work.new_id())
+        unit = work.new[draft.new[0]].with_id(next(work.names))
         makes = (unit,)
         operations = (Merge(units=tuple([each.id for each in old]), into=(unit.id, unit.layout)),)
     else:
-        final = {number: work.new_id() for number in (*draft.new, *draft.fresh)}
+        final = {number: next(work.names) for number in (*draft.new, *draft.fresh)}
         makes = tuple([work.new[number].with_id(name) for number, name in final.items()])
         operations = _pieced(work, draft, final)
     return Chain(
@@ -292,7 +294,7 @@ def _pieced(work: _Derivation, draft: _Draft, final: Mapping[int, UnitId]) -> tu
                 done.add(number)
                 continue
             like = work.new[number].layout if number >= 0 else work.old[i].layout
-            places.append((work.new_id(), part_layout(ranks, like)))
+            places.append((next(work.names), part_layout(ranks, like)))
             if number >= 0:
                 pieces[number].append(places[-1][0])
             else:
@@ -318,7 +320,7 @@ def _growth(
         unit, parts = work.new[number], pieces[number]
         fresh = [rank for rank in unit.layout.ranks if rank not in work.owner_before]
         if fresh:
-            place = (work.new_id(), part_layout(fresh, unit.layout))
+            place = (next(work.names), part_layout(fresh, unit.layout))
             extends.append(Extend(sources=(parts[0],), into=(place,)))
             parts.append(place[0])
         merges.append(Merge(units=tuple(parts), into=(final[number], unit.layout)))

@@ -16,11 +16,10 @@ import numpy as np
 
 from nereus.emu.certificate import Certificate
 from nereus.emu.footprint import Ints
-from nereus.emu.schedule_problem import Problem, RankMask, Task
+from nereus.emu.schedule_problem import Problem, Task
 
 LARGE = 64  # above that many tasks one order of preference is tried
 MOST_TRIES, TRIED_TASKS = 256, 8192
-Links = tuple[RankMask, RankMask, RankMask]  # ranks that send, receive, and copy to or from the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ class _Player:
         self.used = list(problem.used)
         self.ended = [False] * len(problem.tasks)
         self.running: list[tuple[float, int]] = []
-        self.links: Links = (0, 0, 0)
+        self.taken = 0  # links, as in `Problem.links`
 
     def play(self, preference: _Preference) -> Timeline:
         """The timeline of the preference."""
@@ -111,38 +110,30 @@ class _Player:
                 waiting = [number for number in waiting if number not in begun]
             assert self.running, f"I13: {len(waiting)} tasks wait and none runs"
             now = self.running[0][0]
-            ended: list[int] = []
             while self.running and self.running[0][0] == now:
-                ended.append(heapq.heappop(self.running)[1])
-            self._end(ended)
+                self._end(heapq.heappop(self.running)[1])
         return Timeline(start_s=tuple(start), end_s=tuple(end))
 
     def _start(self, waiting: Sequence[int], *, patient: bool) -> set[int]:
         """Start what may start, in order; returns the numbers of those tasks."""
-        tasks = self.problem.tasks
-        sends, receives, copies = self.links
+        tasks, links, taken = self.problem.tasks, self.problem.links, self.taken
         kept_bins: set[int] = set()
         begun: set[int] = set()
         for number in waiting:
-            task = tasks[number]
             if (
-                not (task.sends & sends or task.receives & receives or task.copies & copies)
-                and self._fits(task, kept_bins)
+                not links[number] & taken
+                and self._fits(tasks[number], kept_bins)
                 and self.certificate.admits(number)
             ):
                 begun.add(number)
-                for place, amount in task.acquires:
+                self.taken |= links[number]
+                for place, amount in tasks[number].acquires:
                     self.used[place] += amount
             elif patient:
-                kept_bins.update(place for place, _ in task.acquires)
+                kept_bins.update(place for place, _ in tasks[number].acquires)
             else:
                 continue
-            sends, receives, copies = sends | task.sends, receives | task.receives, copies | task.copies
-        if patient:  # what waits keeps links only from those further down
-            sends, receives, copies = self.links
-            for task in map(tasks.__getitem__, begun):
-                sends, receives, copies = sends | task.sends, receives | task.receives, copies | task.copies
-        self.links = sends, receives, copies
+            taken |= links[number]
         return begun
 
     def _fits(self, task: Task, kept_bins: set[int]) -> bool:
@@ -155,45 +146,36 @@ class _Player:
                 return False
         return True
 
-    def _end(self, numbers: Sequence[int]) -> None:
-        sends, receives, copies = self.links
-        for number in numbers:
-            task = self.problem.tasks[number]
-            sends, receives, copies = sends ^ task.sends, receives ^ task.receives, copies ^ task.copies
-            for place, amount in task.releases:
-                self.used[place] -= amount
-            self.ended[number] = True
-        self.links = sends, receives, copies
+    def _end(self, number: int) -> None:
+        self.taken ^= self.problem.links[number]
+        for place, amount in self.problem.tasks[number].releases:
+            self.used[place] -= amount
+        self.ended[number] = True
 
 
 def _link_work(problem: Problem) -> list[float]:
     """For every task, the seconds of work on the busiest link that it takes."""
-    seconds = np.array([task.seconds for task in problem.tasks])
     work = np.zeros(len(problem.tasks))
-    for masks in (
-        [task.sends for task in problem.tasks],
-        [task.receives for task in problem.tasks],
-        [task.copies for task in problem.tasks],
-    ):
-        if any(masks):
-            task, rank = _places(masks)
-            busy = np.bincount(rank, weights=seconds[task])
-            begins = np.flatnonzero(np.diff(task, prepend=-1))
-            most = np.maximum.reduceat(busy[rank], begins)
-            work[task[begins]] = np.maximum(work[task[begins]], most)
+    if any(problem.links):
+        seconds = np.array([task.seconds for task in problem.tasks])
+        task, link = _places(problem.links)
+        busy = np.bincount(link, weights=seconds[task])
+        begins = np.flatnonzero(np.diff(task, prepend=-1))
+        work[task[begins]] = np.maximum.reduceat(busy[link], begins)
     out: list[float] = work.tolist()
     return out
 
 
-def _places(masks: Sequence[RankMask]) -> tuple[Ints, Ints]:
-    """(task, rank) for every bit of the masks, in order."""
+def _places(masks: Sequence[int]) -> tuple[Ints, Ints]:
+    """(task, bit) for every bit of the masks, in order."""
     width = max(masks).bit_length() // 64 + 1
     data = b"".join([mask.to_bytes(8 * width, "little") for mask in masks])
     words = np.frombuffer(data, dtype="<u8")
     words_at = np.flatnonzero(words)  # few: most tasks take few ranks
     bits_at = np.flatnonzero(np.unpackbits(words[words_at].view(np.uint8), bitorder="little"))
-    task, word = np.divmod(words_at[bits_at >> 6], width)
-    return task, 64 * word + (bits_at & 63)
+    task, word = np.divmod(words_at, width)
+    at = bits_at >> 6
+    return task[at], 64 * word[at] + (bits_at & 63)
 
 
 def _longest_paths(problem: Problem) -> list[float]:

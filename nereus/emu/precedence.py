@@ -31,7 +31,7 @@ def precedence(chains: Sequence[Chain], lie: Footprint | None = None) -> tuple[C
     hard = _source_edges(chains)
     at_key = _places(_by_key(chains))
     soft = _releases_first(chains, lie or footprint(chains), at_key)
-    if soft and not is_acyclic(len(chains), [*hard, *soft]):
+    if hard or not {i for i, _ in soft}.isdisjoint({j for _, j in soft}):  # else there is no circle
         soft = _without_circles(at_key, hard, soft)
     edges: list[ChainEdge] = [(i, j, "resource") for i, j in soft if not hard or (i, j) not in hard]
     return tuple(sorted([*edges, *((i, j, "source") for i, j in hard)])) if hard else tuple(edges)
@@ -93,10 +93,14 @@ def _releases_first(chains: Sequence[Chain], lie: Footprint, at_key: Sequence[in
     givers = frees[:, makes.ranks]
     met = (givers >= 0) & (np.arange(len(names))[:, None] != stage[makes.chains])
     takers = np.broadcast_to(makes.chains, met.shape)
-    pairs = np.sort(givers[met] * len(chains) + takers[met])
-    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
+    pairs = givers[met] * len(chains) + takers[met]
+    pairs = np.sort(pairs[np.diff(pairs, prepend=-1) != 0])  # neighbours mostly meet the same
+    pairs = pairs[np.diff(pairs, prepend=-1) != 0]
+    if not len(pairs):
+        return []
     giver, taker = np.divmod(pairs, len(chains))
-    mutual = np.isin(taker * len(chains) + giver, pairs, assume_unique=True)
+    reverse = taker * len(chains) + giver
+    mutual = pairs[np.searchsorted(pairs, reverse).clip(max=len(pairs) - 1)] == reverse
     if mutual.any():
         place = np.array(at_key)
         first = ~mutual | (place[giver] < place[taker])
@@ -105,7 +109,9 @@ def _releases_first(chains: Sequence[Chain], lie: Footprint, at_key: Sequence[in
 
 
 def _without_circles(at_key: Sequence[int], hard: Iterable[Pair], soft: Sequence[Pair]) -> list[Pair]:
-    """The soft edges that agree with one order of all chains, which keeps as many as it can."""
+    """The soft edges that agree with one order of all chains, which keeps as many as it can: all, where there
+    is no circle.
+    """
     before: list[list[int]] = [[] for _ in at_key]
     wants: list[list[int]] = [[] for _ in at_key]
     for edges, given in ((hard, before), (soft, wants)):

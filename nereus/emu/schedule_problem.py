@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -71,6 +71,16 @@ class Problem:
     cap: tuple[int, ...] = ()
 
     @cached_property
+    def links(self) -> tuple[int, ...]:
+        """For every task, the links that it takes as bits: of ranks that send, receive, and copy."""
+        sends, receives = [task.sends for task in self.tasks], [task.receives for task in self.tasks]
+        copies = [task.copies for task in self.tasks]
+        width = max([*sends, *receives, *copies], default=0).bit_length()
+        if any(copies):
+            receives = [receive | copy << width for receive, copy in zip(receives, copies, strict=True)]
+        return tuple([send | other << width for send, other in zip(sends, receives, strict=True)])
+
+    @cached_property
     def net(self) -> tuple[dict[int, int], ...]:
         """For every task, by bin, what it adds for good."""
         out: list[dict[int, int]] = []
@@ -95,12 +105,14 @@ class Problem:
     @cached_property
     def harmless(self) -> tuple[bool, ...]:
         """For every task, whether it leaves no bin fuller than it found it."""
-        return tuple([max(added.values(), default=0) <= 0 for added in self.net])
+        return tuple([not added or max(added.values()) <= 0 for added in self.net])
 
     @cached_property
     def released(self) -> tuple[int, ...]:
         """For every task, the bytes that it releases, one rank of each bin counted."""
-        return tuple([sum([amount for _, amount in task.releases]) for task in self.tasks])
+        return tuple(
+            [sum([amount for _, amount in task.releases]) if task.releases else 0 for task in self.tasks]
+        )
 
     @cached_property
     def unlocks(self) -> tuple[tuple[int, ...], ...]:
@@ -149,11 +161,12 @@ def mask_of(ranks: Iterable[Rank]) -> RankMask:
 def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Seconds) -> Problem:
     """The scheduling problem of a graph. Raises Infeasible when the target itself exceeds a rank's memory."""
     chains, lie = graph.chains, graph.footprint
-    ended = _Bytes(lie.ends, bytes_of([unit for chain in chains for unit in chain.ends], sizes))
+    gone_units = [unit for chain in chains for unit in chain.ends]
+    ended = _Bytes(lie.ends, bytes_of(gone_units, sizes))
     made = _Bytes(lie.makes, bytes_of([unit for chain in chains for unit in chain.makes], sizes))
     num_ranks = max(max(graph.before.ranks, default=0) + 1, lie.num_ranks)
     gone, come = (_load(one.lies.ranks, one.amounts, num_ranks) for one in (ended, made))
-    stays = _staying(graph)
+    stays = _staying(graph, gone_units)
     used = gone + _load(ranks_of(stays), bytes_of(stays, sizes), num_ranks)
     cap = np.full(num_ranks, room.cap_bytes, dtype=np.int64)
     for rank, limit in room.cap_by_rank.items():
@@ -162,30 +175,21 @@ def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Second
     _check_target(used - gone + come, cap)
     bins, acquires, releases = _bins(chains, ended, made, used, cap, np.flatnonzero(used + come > cap))
     first = [ranks[0] for ranks in bins]
-    before: dict[int, list[int]] = {}
-    for first_chain, then in [(i, j) for i, j, reason in graph.edges if reason == "source"]:
-        before.setdefault(then, []).append(first_chain)
     if isinstance(seconds, Estimate):
         durations = seconds.of_all(len(chains), lie, made.amounts)
     else:
         durations = [seconds(chain) if chain.makes else 0.0 for chain in chains]
-    sends, receives = (_masks(lies, len(chains), num_ranks) for lies in (lie.reads, lie.makes))
-    tasks = [
-        Task(
-            number,
-            # Above zero, so that what a chain takes is never counted as freed at the same moment.
-            max(SHORTEST_S, durations[number]) if chain.makes else 0.0,
-            sends[number],
-            receives[number],
-            0,
-            acquires[number],
-            releases[number],
-            tuple(sorted(before[number])) if number in before else (),
-        )
-        for number, chain in enumerate(chains)
+    # Above zero, so that what a chain takes is never counted as freed at the same moment.
+    above = [
+        max(SHORTEST_S, value) if chain.makes else 0.0 for value, chain in zip(durations, chains, strict=True)
     ]
+    sends, receives = (_masks(lies, len(chains), num_ranks) for lies in (lie.reads, lie.makes))
+    after: list[tuple[int, ...]] = [()] * len(chains)
+    for i, j in sorted([(i, j) for i, j, reason in graph.edges if reason == "source"]):
+        after[j] += (i,)
+    tasks = tuple(map(Task, range(len(chains)), above, sends, receives, repeat(0), acquires, releases, after))
     held, caps = (tuple(amounts[first].tolist()) for amounts in (used, cap))
-    return Problem(tasks=tuple(tasks), bins=bins, used=held, cap=caps)
+    return Problem(tasks=tasks, bins=bins, used=held, cap=caps)
 
 
 class _Bytes(NamedTuple):
@@ -195,9 +199,8 @@ class _Bytes(NamedTuple):
     amounts: Ints
 
 
-def _staying(graph: TransitionGraph) -> Sequence[Unit]:
+def _staying(graph: TransitionGraph, ended: Sequence[Unit]) -> Sequence[Unit]:
     """The units that no chain ends: those kept, and what chains leave that were added to a derived graph."""
-    ended = [unit for chain in graph.chains for unit in chain.ends]
     if len(graph.kept) + len(ended) == len(graph.before.units):
         return graph.kept
     gone = {unit.id for unit in ended}
