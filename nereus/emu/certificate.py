@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nereus.emu.schedule_problem import Problem
 
@@ -26,25 +26,28 @@ SHAKE = 5.0  # mean acquisitions
 
 def components(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Tasks that touch bins, with all before and after them; groups share no bin and no precedence."""
-    parent = list(range(len(problem.tasks)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
-    first: dict[int, int] = {}
-    for number, task in enumerate(problem.tasks):
-        for place, _ in (*task.acquires, *task.releases):
-            parent[root(number)] = root(first.setdefault(place, number))
-        for other in task.after:
-            parent[root(number)] = root(other)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for number in range(len(problem.tasks)):
-        groups[root(number)].append(number)
-    touching = {root(number) for number, task in enumerate(problem.tasks) if task.acquires or task.releases}
-    return tuple(tuple(group) for top, group in groups.items() if top in touching)
+    tasks, unlocks = problem.tasks, problem.unlocks
+    places_of = [[place for place, _ in task.acquires + task.releases] for task in tasks]
+    on_bin: dict[int, list[int]] = defaultdict(list)
+    for number, places in enumerate(places_of):
+        for place in places:
+            on_bin[place].append(number)
+    is_new = [True] * len(tasks)
+    groups: list[tuple[int, ...]] = []
+    for seed, places in enumerate(places_of):
+        if not places or not is_new[seed]:
+            continue
+        is_new[seed], group = False, [seed]
+        for number in group:  # grows while it is walked
+            near = [*tasks[number].after, *unlocks[number]]
+            for place in places_of[number]:
+                near += on_bin.pop(place, ())
+            for other in near:
+                if is_new[other]:
+                    is_new[other] = False
+                    group.append(other)
+        groups.append(tuple(sorted(group)))
+    return tuple(sorted(groups))
 
 
 def find_sequence(
@@ -65,10 +68,10 @@ def find_sequence(
     """
     if attempts is None:
         attempts = ATTEMPTS if len(group) <= THOROUGH else 2
-    search = _Search(problem, list(used), set(done))
+    search = _Search(problem, group, list(used), set(done))
     draw = random.Random(len(group))
     for attempt in range(attempts):
-        if search.run(tuple(group), shake=draw.random if attempt else None):
+        if search.run(shake=draw.random if attempt else None):
             return search.sequence
         if search.steps > 0:
             break
@@ -78,36 +81,40 @@ def find_sequence(
 class _Search:
     """Depth-first search over sets of finished tasks."""
 
-    def __init__(self, problem: Problem, used: list[int], done: set[int]) -> None:
+    def __init__(self, problem: Problem, group: Sequence[int], used: list[int], done: set[int]) -> None:
         self.problem = problem
+        self.group = group
         self.used = used
         self.done = done
         self.steps = 0
         self.shake: Callable[[], float] | None = None
         self.sequence: list[int] = []
         self.dead: set[frozenset[int]] = set()
-        released = problem.released
-        self._by_release = sorted(range(len(problem.tasks)), key=lambda number: (-released[number], number))
+        harmless, released = problem.harmless, problem.released
+        self._harmless = [number for number in self._left() if harmless[number]]
+        choices = [number for number in self._left() if not harmless[number]]
+        self._any_waits = any(problem.unlocks)
+        self._by_release = sorted(choices, key=lambda number: (-released[number], number))
 
-    def run(self, group: tuple[int, ...], *, shake: Callable[[], float] | None) -> bool:
+    def run(self, *, shake: Callable[[], float] | None) -> bool:
         """Extend the sequence by all of the group; False leaves it as it was."""
-        self.steps, self.shake = STEPS + len(group), shake
-        open_sets: list[tuple[tuple[int, ...], Iterator[int], int]] = []
-        left = group
+        self.steps, self.shake = STEPS + len(self.group), shake
+        num_tasks = len(self._harmless) + len(self._by_release)
+        open_sets: list[tuple[Iterator[int], list[int], int]] = []
+        blocked = self._harmless
         while True:
-            forced = self._take_forced(left)
-            left = tuple(number for number in left if number not in self.done)
-            if not left:
+            blocked, forced = self._take_forced(blocked)
+            if len(self.sequence) == num_tasks:
                 return True
-            is_dead = bool(self.dead) and frozenset(left) in self.dead
-            open_sets.append((left, iter(()) if is_dead else self._choices(left), forced))
+            is_dead = bool(self.dead) and frozenset(self._left()) in self.dead
+            open_sets.append((iter(()) if is_dead else self._choices(), blocked, forced))
             chosen = None
             while chosen is None:
-                left, rest, forced = open_sets[-1]
+                rest, blocked, forced = open_sets[-1]
                 chosen = next(rest, None) if self.steps > 0 else None
                 if chosen is None:
                     if self.steps > 0:
-                        self.dead.add(frozenset(left))
+                        self.dead.add(frozenset(self._left()))
                     self._undo(forced)
                     open_sets.pop()
                     if not open_sets:
@@ -116,30 +123,35 @@ class _Search:
             self.steps -= 1
             self._take(chosen)
 
-    def _choices(self, left: tuple[int, ...]) -> Iterator[int]:
-        """The tasks that fit, best first. Where no task waits for another their worth never changes, so that
-        one order does for all choices; the next is then looked for when it is asked for.
-        """
-        if self.shake is None and not any(self.problem.unlocks):
-            waiting = set(left)
-            return (number for number in self._by_release if number in waiting and self._fits(number))
-        return iter(sorted(filter(self._fits, left), key=self._worth))
+    def _left(self) -> list[int]:
+        """The tasks of the group that are not done."""
+        return [number for number in self.group if number not in self.done]
 
-    def _take_forced(self, group: tuple[int, ...]) -> int:
-        """Take tasks that fit and leave no bin fuller, until there is none; returns their number."""
-        harmless = self.problem.harmless
-        waiting = [number for number in group if harmless[number] and number not in self.done]
-        taken, again = 0, bool(waiting)
+    def _choices(self) -> Iterator[int]:
+        """The tasks that fit, best first: none of them is harmless, since of those what fits has been taken.
+
+        Where no task waits for another their worth never changes, so that one order does for all choices; the
+        next is then looked for when it is asked for.
+        """
+        if self.shake is None and not self._any_waits:
+            return (number for number in self._by_release if number not in self.done and self._fits(number))
+        return iter(sorted(filter(self._fits, self._left()), key=self._worth))
+
+    def _take_forced(self, waiting: list[int]) -> tuple[list[int], int]:
+        """Take tasks that fit and leave no bin fuller, until there is none; those that do not fit, and the
+        number of those taken.
+        """
+        first = len(self.sequence)
+        again = True
         while again:
-            blocked = []
+            blocked: list[int] = []
             for number in waiting:
                 if self._fits(number):
                     self._take(number)
                 else:
                     blocked.append(number)
-            taken += len(waiting) - len(blocked)
             again, waiting = 0 < len(blocked) < len(waiting), blocked
-        return taken
+        return waiting, len(self.sequence) - first
 
     def _fits(self, number: int) -> bool:
         # Plain loops: this is the innermost question of the search.
@@ -185,7 +197,8 @@ class Certificate:
         self.problem = problem
         self.settled = list(problem.used)
         self._group_of = {number: at for at, sequence in enumerate(sequences) for number in sequence}
-        self._sequences = [list(sequence) for sequence in sequences]
+        # Keys in order, so that any task can be taken out at once.
+        self._sequences = [dict.fromkeys(sequence) for sequence in sequences]
         self._on_bin: dict[int, list[int]] = defaultdict(list)
         for sequence in sequences:
             self._enter(sequence)
@@ -200,28 +213,28 @@ class Certificate:
         if self._refused.get(number) == len(self._begun):
             return False  # nothing has started since: ends of tasks change nothing here
         sequence = self._sequences[at]
-        if sequence[0] != number and not self._still_fits(number):
+        if next(iter(sequence)) != number and not self._still_fits(number):
             rest = self._another(sequence, number) if len(sequence) <= SMALL else None
             if rest is None:
                 self._refused[number] = len(self._begun)
                 return False
             self._leave(sequence)
-            self._sequences[at] = rest
+            self._sequences[at] = dict.fromkeys(rest)
             self._enter(rest)
         else:
-            sequence.remove(number)
+            del sequence[number]
             self._leave((number,))
         for place, net in self.problem.net[number].items():
             self.settled[place] += net
         self._begun.add(number)
         return True
 
-    def _enter(self, sequence: Sequence[int]) -> None:
+    def _enter(self, sequence: Iterable[int]) -> None:
         for number in sequence:
             for place in self.problem.net[number]:
                 self._on_bin[place].append(number)
 
-    def _leave(self, numbers: Sequence[int]) -> None:
+    def _leave(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             for place in self.problem.net[number]:
                 self._on_bin[place].remove(number)
@@ -242,7 +255,7 @@ class Certificate:
                 level += acquired - released
         return True
 
-    def _another(self, sequence: Sequence[int], number: int) -> list[int] | None:
+    def _another(self, sequence: Iterable[int], number: int) -> list[int] | None:
         """Another sequence of the rest, were the task started now."""
         rest = sorted(other for other in sequence if other != number)
         used = list(self.settled)

@@ -7,7 +7,7 @@ plan from old units to new ones, whatever units appear on paper between its oper
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nereus.emu.operations import Operation, Units
 from nereus.emu.reshard import Limits, ReshardPlan, plan_reshard
@@ -15,8 +15,7 @@ from nereus.emu.tensor import ModelSpec
 from nereus.emu.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class Chain(NamedTuple):
     """Operations of one model-stage that happen as one move, in the order Split, Destroy, Extend, Merge.
 
     `reads` are the old units that hold its bytes, `ends` those whose storage is freed when it is done,

@@ -29,10 +29,10 @@ def _where_they_lie(units: Sequence[Unit], sources: Units) -> tuple[Dealt, list[
     groups: list[tuple[list[int], list[Unit]]] = []
     apart: list[Unit] = []
     for unit in units:
-        touched = sorted({holder[rank] for rank in unit.layout.ranks if rank in holder})
-        if not touched:
+        if holder.keys().isdisjoint(unit.layout.ranks):
             apart.append(unit)
             continue
+        touched = sorted({holder[rank] for rank in unit.layout.ranks if rank in holder})
         met = list({id(group_of[i]): group_of[i] for i in touched if i in group_of}.values())
         numbers = sorted({*touched, *(i for group in met for i in group[0])})
         joined = (numbers, [*(other for group in met for other in group[1]), unit])

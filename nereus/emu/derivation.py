@@ -11,8 +11,10 @@ Chains are closed, so those of one model-stage never wait for one another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain as joined
+from itertools import count, repeat
 
 from nereus.emu.chains import Chain
 from nereus.emu.dealing import deal
@@ -33,26 +35,35 @@ class Change:
 
 @dataclass(slots=True)
 class _Draft:
-    """A component while its chain is being made: numbers of old and new units."""
+    """A component of old and new units while its chain is being made: their numbers.
 
-    old: list[int] = field(default_factory=list)
-    new: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
+    `is_merge`: known to be one new unit on exactly the ranks of its old ones, as most are.
+    """
+
+    old: list[int]
+    new: list[int]
+    fresh: tuple[int, ...] = ()
+    is_merge: bool = False
 
 
-@dataclass(slots=True)
+@dataclass
 class _Derivation:
     """One model-stage's change in the making."""
 
     model_stage: str
     old: Units
     new: Units
-    names: Iterator[int]
-    owner_before: dict[Rank, int]
-    owner_after: dict[Rank, int]
+    names: Iterator[UnitId]
 
-    def new_id(self) -> UnitId:
-        return UnitId(self.model_stage, next(self.names))
+    @cached_property
+    def owner_before(self) -> dict[Rank, int]:
+        """The number of the old unit that lies on each rank."""
+        return _owners(self.old)
+
+    @cached_property
+    def owner_after(self) -> dict[Rank, int]:
+        """The number of the new unit that lies on each rank."""
+        return _owners(self.new)
 
 
 def change_of(
@@ -80,18 +91,15 @@ def change_of(
         model_stage=model_stage,
         old=old,
         new=new,
-        names=count(max((unit.id.index for unit in before), default=-1) + 1),
-        owner_before=_owners(old),
-        owner_after=_owners(new),
+        names=map(
+            UnitId, repeat(model_stage), count(max([unit.id.index for unit in before], default=-1) + 1)
+        ),
     )
-    drafts = _components(work)
-    living = [draft for draft in drafts if draft.old and draft.new]
-    dying = [draft.old[0] for draft in drafts if not draft.new]
-    fresh = [draft.new[0] for draft in drafts if not draft.old]
+    living, dying, fresh = _components(work)
     chains: list[Chain] = []
     if fresh and not kept and living:
         for at, number in enumerate(fresh):
-            living[at % len(living)].fresh.append(number)
+            living[at % len(living)].fresh += (number,)
     elif fresh:
         moving = [old[i] for i in dying]
         sources = kept or tuple(moving) or _holders(model_stage, new[0], others)
@@ -108,40 +116,53 @@ def change_of(
 
 def _owners(units: Units) -> dict[Rank, int]:
     """The number of the unit that lies on each rank."""
-    owners: dict[Rank, int] = {}
-    for number, unit in enumerate(units):
-        owners.update(dict.fromkeys(unit.layout.ranks, number))
-    return owners
+    ranks_of = [unit.layout.ranks for unit in units]
+    numbers = joined.from_iterable(map(repeat, range(len(units)), map(len, ranks_of)))
+    return dict(zip(joined.from_iterable(ranks_of), numbers, strict=True))
 
 
 def _kept(before: Units, after: Units) -> tuple[Units, Units, Units]:
     """(kept, old, new): units that are equal but for the name, and the others of each side."""
-    spare = {unit.layout.ranks: unit for unit in before}
+    spare = {unit.layout.ranks[0]: unit for unit in before}  # they share no rank
     kept: dict[UnitId, Unit] = {}
     new: list[Unit] = []
     for unit in after:
-        twin = spare.get(unit.layout.ranks)
-        if twin is not None and twin.layout == unit.layout:
+        twin = spare.get(unit.layout.ranks[0])
+        if twin is not None and twin.layout.ranks == unit.layout.ranks and twin.layout == unit.layout:
             kept[twin.id] = twin
         else:
             new.append(unit)
-    old = tuple(unit for unit in before if unit.id not in kept)
+    old = tuple([unit for unit in before if unit.id not in kept]) if kept else before
     return tuple(kept.values()), old, tuple(new)
 
 
-def _components(work: _Derivation) -> list[_Draft]:
-    """Old and new units that share ranks, directly or through others; in order of their first unit."""
+def _components(work: _Derivation) -> tuple[list[_Draft], list[int], list[int]]:
+    """(living, dying, fresh): old and new units that share ranks, directly or through others, in order of
+    their first new unit; old ones that share none; new ones that share none.
+    """
+    starts = {unit.layout.ranks[0]: number for number, unit in enumerate(work.old)}
     draft_of: dict[int, _Draft] = {}
-    out: list[_Draft] = []
+    living: list[_Draft] = []
+    fresh: list[int] = []
     for number, unit in enumerate(work.new):
-        owners = set(map(work.owner_before.get, unit.layout.ranks))
+        ranks = unit.layout.ranks
+        if whole := _side_by_side(work.old, starts, ranks):
+            home = _Draft(whole, [number], is_merge=True)
+            for i in whole:
+                draft_of[i] = home
+            living.append(home)
+            continue
+        if work.owner_before.keys().isdisjoint(ranks):
+            fresh.append(number)
+            continue
+        owners = set(map(work.owner_before.get, ranks))
         touched = sorted([i for i in owners if i is not None])
         found = list({id(draft_of[i]): draft_of[i] for i in touched if i in draft_of}.values())
         if found:
             home = found[0]
         else:
-            home = _Draft()
-            out.append(home)
+            home = _Draft([], [])
+            living.append(home)
         home.new.append(number)
         for i in touched:
             if i not in draft_of:
@@ -152,9 +173,36 @@ def _components(work: _Derivation) -> list[_Draft]:
             home.new += other.new
             draft_of.update(dict.fromkeys(other.old, home))
             other.old, other.new = [], []
-    out = [draft for draft in out if draft.new]
-    out += [_Draft(old=[i]) for i in range(len(work.old)) if i not in draft_of]
-    return out
+    living = [draft for draft in living if draft.new]
+    return living, [i for i in range(len(work.old)) if i not in draft_of], fresh
+
+
+def _side_by_side(old: Units, starts: Mapping[Rank, int], ranks: tuple[Rank, ...]) -> list[int]:
+    """The old units that take exactly these ranks, one unit after the other; none where they lie otherwise.
+
+    The short way to most merges, without a look at every rank. `starts` has the first rank of every unit.
+    """
+    found: list[int] = []
+    at = 0
+    while at < len(ranks):
+        number = starts.get(ranks[at])
+        if number is None:
+            return []
+        part = old[number].layout.ranks
+        if part != ranks[at : at + len(part)]:
+            return []
+        found.append(number)
+        at += len(part)
+    return sorted(found)
+
+
+def _is_merge(work: _Derivation, draft: _Draft) -> bool:
+    """Whether the component is one new unit on exactly the ranks of its old ones, in whatever order."""
+    if len(draft.new) > 1:
+        return False
+    ranks = work.new[draft.new[0]].layout.ranks
+    held = sum([len(work.old[i].layout.ranks) for i in draft.old])
+    return len(ranks) == held and all(map(work.owner_before.__contains__, ranks))
 
 
 def _holders(model_stage: str, unit: Unit, others: Units) -> Units:
@@ -177,13 +225,13 @@ def _holders(model_stage: str, unit: Unit, others: Units) -> Units:
 
 def _extension(work: _Derivation, reads: Units, units: list[Unit], ends: bool) -> Chain:
     """Copies of some units on fresh ranks; a unit itself ends where it moves rather than stays."""
-    makes = tuple(unit.with_id(work.new_id()) for unit in units)
-    into = tuple((unit.id, unit.layout) for unit in makes)
+    makes = tuple([unit.with_id(next(work.names)) for unit in units])
+    into = tuple([(unit.id, unit.layout) for unit in makes])
     kinds = makes[0].kinds if makes[0].kinds != reads[0].kinds else None
-    sources = tuple(source.id for source in reads)
+    sources = tuple([source.id for source in reads])
     operations: tuple[Operation, ...] = (Extend(sources=sources, into=into, kinds=kinds),)
     if ends:
-        operations += tuple(Destroy(unit=source) for source in sources)
+        operations += tuple([Destroy(unit=source) for source in sources])
     return Chain(
         id=f"{work.model_stage}:+{makes[0].id.index}",
         model_stage=work.model_stage,
@@ -207,13 +255,16 @@ def _destruction(unit: Unit) -> Chain:
 
 def _reshaping(work: _Derivation, draft: _Draft) -> Chain:
     """The chain of a component in which old and new units share ranks."""
-    final = {number: work.new_id() for number in (*draft.new, *draft.fresh)}
     old = tuple([work.old[i] for i in draft.old])
-    makes = tuple([work.new[number].with_id(name) for number, name in final.items()])
-    if _is_merge(work, old, makes):
-        into = (makes[0].id, makes[0].layout)
-        operations: tuple[Operation, ...] = (Merge(units=tuple([unit.id for unit in old]), into=into),)
+    makes: Units
+    operations: tuple[Operation, ...]
+    if not draft.fresh and (draft.is_merge or _is_merge(work, draft)):
+        unit = work.new[draft.new[0]].with_id(next(work.names))
+        makes = (unit,)
+        operations = (Merge(units=tuple([each.id for each in old]), into=(unit.id, unit.layout)),)
     else:
+        final = {number: next(work.names) for number in (*draft.new, *draft.fresh)}
+        makes = tuple([work.new[number].with_id(name) for number, name in final.items()])
         operations = _pieced(work, draft, final)
     return Chain(
         id=f"{work.model_stage}:+{makes[0].id.index}",
@@ -223,13 +274,6 @@ def _reshaping(work: _Derivation, draft: _Draft) -> Chain:
         ends=old,
         makes=makes,
     )
-
-
-def _is_merge(work: _Derivation, old: Units, makes: Units) -> bool:
-    """Whether the component is one new unit on exactly the ranks of its old ones, as most are."""
-    if len(makes) > 1 or len(makes[0].layout.ranks) != sum([len(unit.layout.ranks) for unit in old]):
-        return False
-    return all(map(work.owner_before.__contains__, makes[0].layout.ranks))
 
 
 def _pieced(work: _Derivation, draft: _Draft, final: Mapping[int, UnitId]) -> tuple[Operation, ...]:
@@ -250,7 +294,7 @@ def _pieced(work: _Derivation, draft: _Draft, final: Mapping[int, UnitId]) -> tu
                 done.add(number)
                 continue
             like = work.new[number].layout if number >= 0 else work.old[i].layout
-            places.append((work.new_id(), part_layout(ranks, like)))
+            places.append((next(work.names), part_layout(ranks, like)))
             if number >= 0:
                 pieces[number].append(places[-1][0])
             else:
@@ -276,7 +320,7 @@ def _growth(
         unit, parts = work.new[number], pieces[number]
         fresh = [rank for rank in unit.layout.ranks if rank not in work.owner_before]
         if fresh:
-            place = (work.new_id(), part_layout(fresh, unit.layout))
+            place = (next(work.names), part_layout(fresh, unit.layout))
             extends.append(Extend(sources=(parts[0],), into=(place,)))
             parts.append(place[0])
         merges.append(Merge(units=tuple(parts), into=(final[number], unit.layout)))

@@ -40,11 +40,13 @@ class Footprint:
 
 def footprint(chains: Sequence[Chain]) -> Footprint:
     """The footprint of chains, which are numbered as they come."""
-    return Footprint(
-        reads=_entries([chain.reads for chain in chains]),
-        ends=_entries([chain.ends for chain in chains]),
-        makes=_entries([chain.makes for chain in chains]),
-    )
+    makes = _entries([chain.makes for chain in chains])
+    reads_of, ends_of = [chain.reads for chain in chains], [chain.ends for chain in chains]
+    if not any(reads and ends and reads is not ends for reads, ends in zip(reads_of, ends_of, strict=True)):
+        # As chains are derived: what is both read and ended is looked at once.
+        old = _entries([reads or ends for reads, ends in zip(reads_of, ends_of, strict=True)])
+        return Footprint(reads=_of_those(old, reads_of), ends=_of_those(old, ends_of), makes=makes)
+    return Footprint(reads=_entries(reads_of), ends=_entries(ends_of), makes=makes)
 
 
 def ranks_of(units: Iterable[Unit]) -> Ints:
@@ -53,8 +55,17 @@ def ranks_of(units: Iterable[Unit]) -> Ints:
 
 
 def _entries(units_of: Sequence[Units]) -> Entries:
-    sizes = [sum([len(unit.layout.ranks) for unit in units]) for units in units_of]
+    ranks = [unit.layout.ranks for units in units_of for unit in units]
+    number = np.repeat(np.arange(len(units_of)), [*map(len, units_of)])
     return Entries(
-        chains=np.repeat(np.arange(len(units_of)), sizes),
-        ranks=ranks_of(joined.from_iterable(units_of)),
+        chains=np.repeat(number, [*map(len, ranks)]),
+        ranks=np.fromiter(joined.from_iterable(ranks), dtype=np.int64),
     )
+
+
+def _of_those(entries: Entries, units_of: Sequence[Units]) -> Entries:
+    """The entries of those chains that have such units."""
+    if all(units_of):
+        return entries
+    there = np.array([*map(bool, units_of)])[entries.chains]
+    return Entries(chains=entries.chains[there], ranks=entries.ranks[there])

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nereus.emu.certificate import Certificate
-from nereus.emu.schedule_problem import Problem, RankMask, Task
+from nereus.emu.footprint import Ints
+from nereus.emu.schedule_problem import Problem, Task
 
 LARGE = 64  # above that many tasks one order of preference is tried
 MOST_TRIES, TRIED_TASKS = 256, 8192
-Links = tuple[RankMask, RankMask, RankMask]  # ranks that send, receive, and copy to or from the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ class _Player:
         self.used = list(problem.used)
         self.ended = [False] * len(problem.tasks)
         self.running: list[tuple[float, int]] = []
-        self.links: Links = (0, 0, 0)
+        self.taken = 0  # links, as in `Problem.links`
 
     def play(self, preference: _Preference) -> Timeline:
         """The timeline of the preference."""
@@ -117,26 +116,24 @@ class _Player:
 
     def _start(self, waiting: Sequence[int], *, patient: bool) -> set[int]:
         """Start what may start, in order; returns the numbers of those tasks."""
-        tasks = self.problem.tasks
-        sends, receives, copies = self.links
+        tasks, links, taken = self.problem.tasks, self.problem.links, self.taken
         kept_bins: set[int] = set()
         begun: set[int] = set()
         for number in waiting:
-            task = tasks[number]
             if (
-                not (task.sends & sends or task.receives & receives or task.copies & copies)
-                and self._fits(task, kept_bins)
+                not links[number] & taken
+                and self._fits(tasks[number], kept_bins)
                 and self.certificate.admits(number)
             ):
                 begun.add(number)
-                self.links = _join(self.links, task)
-                for place, amount in task.acquires:
+                self.taken |= links[number]
+                for place, amount in tasks[number].acquires:
                     self.used[place] += amount
             elif patient:
-                kept_bins.update(place for place, _ in task.acquires)
+                kept_bins.update(place for place, _ in tasks[number].acquires)
             else:
                 continue
-            sends, receives, copies = sends | task.sends, receives | task.receives, copies | task.copies
+            taken |= links[number]
         return begun
 
     def _fits(self, task: Task, kept_bins: set[int]) -> bool:
@@ -150,43 +147,35 @@ class _Player:
         return True
 
     def _end(self, number: int) -> None:
-        task = self.problem.tasks[number]
-        sends, receives, copies = self.links
-        self.links = sends & ~task.sends, receives & ~task.receives, copies & ~task.copies
-        for place, amount in task.releases:
+        self.taken ^= self.problem.links[number]
+        for place, amount in self.problem.tasks[number].releases:
             self.used[place] -= amount
         self.ended[number] = True
 
 
-def _join(links: Links, task: Task) -> Links:
-    return links[0] | task.sends, links[1] | task.receives, links[2] | task.copies
-
-
 def _link_work(problem: Problem) -> list[float]:
     """For every task, the seconds of work on the busiest link that it takes."""
-    seconds = np.array([task.seconds for task in problem.tasks])
     work = np.zeros(len(problem.tasks))
-    for masks in (
-        [task.sends for task in problem.tasks],
-        [task.receives for task in problem.tasks],
-        [task.copies for task in problem.tasks],
-    ):
-        if any(masks):
-            bits = _bits(masks)
-            task, rank = np.divmod(np.flatnonzero(bits), bits.shape[1])
-            busy = np.bincount(rank, weights=seconds[task])
-            begins = np.flatnonzero(np.diff(task, prepend=-1))
-            most = np.maximum.reduceat(busy[rank], begins)
-            work[task[begins]] = np.maximum(work[task[begins]], most)
+    if any(problem.links):
+        seconds = np.array([task.seconds for task in problem.tasks])
+        task, link = _places(problem.links)
+        busy = np.bincount(link, weights=seconds[task])
+        begins = np.flatnonzero(np.diff(task, prepend=-1))
+        work[task[begins]] = np.maximum.reduceat(busy[link], begins)
     out: list[float] = work.tolist()
     return out
 
 
-def _bits(masks: Sequence[RankMask]) -> NDArray[np.bool_]:
-    """[tasks, ranks] whether the mask has the rank."""
-    width = max(mask.bit_length() for mask in masks) // 8 + 1
-    packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
-    return np.unpackbits(packed.reshape(len(masks), width), axis=1, bitorder="little").view(np.bool_)
+def _places(masks: Sequence[int]) -> tuple[Ints, Ints]:
+    """(task, bit) for every bit of the masks, in order."""
+    width = max(masks).bit_length() // 64 + 1
+    data = b"".join([mask.to_bytes(8 * width, "little") for mask in masks])
+    words = np.frombuffer(data, dtype="<u8")
+    words_at = np.flatnonzero(words)  # few: most tasks take few ranks
+    bits_at = np.flatnonzero(np.unpackbits(words[words_at].view(np.uint8), bitorder="little"))
+    task, word = np.divmod(words_at, width)
+    at = bits_at >> 6
+    return task[at], 64 * word[at] + (bits_at & 63)
 
 
 def _longest_paths(problem: Problem) -> list[float]:

@@ -7,7 +7,7 @@ other takes, the order of stages decides: generation, inference, training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -29,11 +29,12 @@ def precedence(chains: Sequence[Chain], lie: Footprint | None = None) -> tuple[C
     footprint of the chains, where it is known.
     """
     hard = _source_edges(chains)
-    keys = [_key(chain) for chain in chains]
-    soft = _releases_first(chains, lie or footprint(chains), keys)
-    if soft and not is_acyclic(len(chains), [*hard, *soft]):
-        soft = _without_circles(keys, hard, soft)
-    return tuple(sorted([(i, j, "source") for i, j in hard] + [(i, j, "resource") for i, j in soft - hard]))
+    at_key = _places(_by_key(chains))
+    soft = _releases_first(chains, lie or footprint(chains), at_key)
+    if hard or not {i for i, _ in soft}.isdisjoint({j for _, j in soft}):  # else there is no circle
+        soft = _without_circles(at_key, hard, soft)
+    edges: list[ChainEdge] = [(i, j, "resource") for i, j in soft if not hard or (i, j) not in hard]
+    return tuple(sorted([*edges, *((i, j, "source") for i, j in hard)])) if hard else tuple(edges)
 
 
 def is_acyclic(num: int, edges: Iterable[Pair]) -> bool:
@@ -66,21 +67,24 @@ def _source_edges(chains: Sequence[Chain]) -> frozenset[tuple[int, int]]:
     return frozenset((number, ender[unit]) for number, unit in readers if unit in ender)
 
 
-Key = tuple[bool, int, str]
-
-
-def _key(chain: Chain) -> Key:
+def _by_key(chains: Sequence[Chain]) -> list[int]:
     """Chains that only free come first, then stages in their order, then names."""
-    return bool(chain.makes), STAGE_ORDER.get(chain.model_stage.rpartition(".")[2], 3), chain.id
+    order = {name: _stage_order(name) for name in {chain.model_stage for chain in chains}}
+    keys = [(bool(chain.makes), order[chain.model_stage], chain.id) for chain in chains]
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _releases_first(chains: Sequence[Chain], lie: Footprint, keys: Sequence[Key]) -> set[Pair]:
+def _stage_order(model_stage: str) -> int:
+    return STAGE_ORDER.get(model_stage.rpartition(".")[2], 3)
+
+
+def _releases_first(chains: Sequence[Chain], lie: Footprint, at_key: Sequence[int]) -> list[Pair]:
     """(giver, taker) for chains of different model-stages, where one frees ranks on which the other makes
-    shards. Where each does, the lower key goes first.
+    shards; sorted. Where each does, the one of the lower place `at_key` goes first.
     """
     ends, makes = lie.ends, lie.makes
     if not len(ends.ranks) or not len(makes.ranks):
-        return set()
+        return []
     names = {name: at for at, name in enumerate(dict.fromkeys([chain.model_stage for chain in chains]))}
     stage = np.array([names[chain.model_stage] for chain in chains], dtype=np.int64)
     # [model-stage, rank] the chain that frees it there: units of one model-stage share no rank.
@@ -89,31 +93,33 @@ def _releases_first(chains: Sequence[Chain], lie: Footprint, keys: Sequence[Key]
     givers = frees[:, makes.ranks]
     met = (givers >= 0) & (np.arange(len(names))[:, None] != stage[makes.chains])
     takers = np.broadcast_to(makes.chains, met.shape)
-    pairs = np.unique(givers[met] * len(chains) + takers[met])
+    pairs = givers[met] * len(chains) + takers[met]
+    pairs = np.sort(pairs[np.diff(pairs, prepend=-1) != 0])  # neighbours mostly meet the same
+    pairs = pairs[np.diff(pairs, prepend=-1) != 0]
+    if not len(pairs):
+        return []
     giver, taker = np.divmod(pairs, len(chains))
-    mutual = np.isin(taker * len(chains) + giver, pairs, assume_unique=True)
+    reverse = taker * len(chains) + giver
+    mutual = pairs[np.searchsorted(pairs, reverse).clip(max=len(pairs) - 1)] == reverse
     if mutual.any():
-        at_key = np.array(_places(_by_key(keys)))
-        first = ~mutual | (at_key[giver] < at_key[taker])
+        place = np.array(at_key)
+        first = ~mutual | (place[giver] < place[taker])
         giver, taker = giver[first], taker[first]
-    return set(zip(giver.tolist(), taker.tolist(), strict=True))
+    return list(zip(giver.tolist(), taker.tolist(), strict=True))
 
 
-def _without_circles(keys: Sequence[Key], hard: Collection[Pair], soft: Collection[Pair]) -> set[Pair]:
-    """The soft edges that agree with one order of all chains, which keeps as many as it can."""
-    by_key = _by_key(keys)
-    at_key = _places(by_key)
-    before: list[list[int]] = [[] for _ in keys]
-    wants: list[list[int]] = [[] for _ in keys]
+def _without_circles(at_key: Sequence[int], hard: Iterable[Pair], soft: Sequence[Pair]) -> list[Pair]:
+    """The soft edges that agree with one order of all chains, which keeps as many as it can: all, where there
+    is no circle.
+    """
+    before: list[list[int]] = [[] for _ in at_key]
+    wants: list[list[int]] = [[] for _ in at_key]
     for edges, given in ((hard, before), (soft, wants)):
-        for at, then in sorted([(at_key[first], then) for first, then in edges]):
-            given[then].append(by_key[at])
-    place = _places(_order(by_key, before, wants))
-    return {(i, j) for i, j in soft if place[i] < place[j]}
-
-
-def _by_key(keys: Sequence[Key]) -> list[int]:
-    return sorted(range(len(keys)), key=keys.__getitem__)
+        for first, then in sorted([(at_key[i], at_key[j]) for i, j in edges]):
+            given[then].append(first)
+    at = _places(_order(before, wants))
+    place = [at[key] for key in at_key]
+    return [(i, j) for i, j in soft if place[i] < place[j]]
 
 
 def _places(order: Sequence[int]) -> list[int]:
@@ -124,35 +130,34 @@ def _places(order: Sequence[int]) -> list[int]:
     return out
 
 
-def _order(by_key: Sequence[int], before: list[list[int]], wants: list[list[int]]) -> list[int]:
+def _order(before: list[list[int]], wants: list[list[int]]) -> list[int]:
     """All chains, each after those `before` it and, unless that is circular, after those that it wants.
 
-    Chains come in the order of `by_key`, which both lists are in.
+    Chains are numbered in the order in which they come where nothing else decides; both lists are in it.
     """
-    is_new, is_open = [True] * len(by_key), [False] * len(by_key)
+    is_new, is_open = [True] * len(before), [False] * len(before)
     out: list[int] = []
 
-    def following(hard: Iterator[int], soft: Iterator[int]) -> int | None:
-        for j in hard:
-            if is_new[j]:
-                return j
-        for j in soft:
-            # A wanted chain that must itself come after an open one is part of a circle.
-            if is_new[j] and not (before[j] and any(is_open[other] for other in before[j])):
-                return j
-        return None
+    def open_with(number: int) -> tuple[int, Iterator[int], Iterator[int]]:
+        is_new[number], is_open[number] = False, True
+        return number, iter(before[number]), iter(wants[number])
 
-    for root in by_key:
-        chosen: int | None = root if is_new[root] else None
-        stack: list[tuple[int, Iterator[int], Iterator[int]]] = []
-        while chosen is not None or stack:
-            if chosen is not None:
-                is_new[chosen], is_open[chosen] = False, True
-                stack.append((chosen, iter(before[chosen]), iter(wants[chosen])))
+    for root in range(len(before)):
+        stack = [open_with(root)] if is_new[root] else []
+        while stack:
             number, hard, soft = stack[-1]
-            chosen = following(hard, soft)
-            if chosen is None:
-                stack.pop()
-                is_open[number] = False
-                out.append(number)
+            for j in hard:
+                if is_new[j]:
+                    stack.append(open_with(j))
+                    break
+            else:
+                for j in soft:
+                    # A wanted chain that must itself come after an open one is part of a circle.
+                    if is_new[j] and not (before[j] and any(is_open[other] for other in before[j])):
+                        stack.append(open_with(j))
+                        break
+                else:
+                    stack.pop()
+                    is_open[number] = False
+                    out.append(number)
     return out

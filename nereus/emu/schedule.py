@@ -13,9 +13,9 @@ each other.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nereus.emu.chain_time import Seconds, estimated
 from nereus.emu.graph import Spill, TransitionGraph
@@ -29,8 +29,7 @@ from nereus.emu.spilling import with_spills
 from nereus.emu.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(NamedTuple):
     """A chain, or a spill of one, in time. Seconds count from the beginning of the transition."""
 
     chain: int
@@ -98,27 +97,16 @@ def schedule(
         problem = problem.with_spills_first(spills, room)
     timeline = shortest(problem, sequences, tries=tries)
     tasks = problem.tasks
-    listed = sorted(range(len(tasks)), key=lambda i: (timeline.start_s[i], timeline.end_s[i], i))
-    slots = tuple(
-        Slot(
-            chain=tasks[number].chain,
-            spill=tasks[number].spill,
-            start_s=timeline.start_s[number],
-            end_s=timeline.end_s[number],
-        )
-        for number in listed
-    )
+    listed = sorted(zip(timeline.start_s, timeline.end_s, range(len(tasks)), strict=True))
+    slots = tuple([Slot(tasks[i].chain, tasks[i].spill, start_s, end_s) for start_s, end_s, i in listed])
     return Schedule(
         graph=_with_edges(graph, problem, timeline),
         slots=slots,
-        tight=frozenset(rank for ranks in _short_of_memory(problem) for rank in ranks),
+        tight=frozenset(
+            rank for ranks in (*problem.bins, *(spill.ranks for _, spill in spills)) for rank in ranks
+        ),
         peak_bytes=_peaks(problem, timeline),
     )
-
-
-def _short_of_memory(problem: Problem) -> Iterator[tuple[Rank, ...]]:
-    yield from problem.bins
-    yield from (task.spill.ranks for task in problem.tasks if task.spill is not None)
 
 
 def _with_edges(graph: TransitionGraph, problem: Problem, timeline: Timeline) -> TransitionGraph:
@@ -127,7 +115,8 @@ def _with_edges(graph: TransitionGraph, problem: Problem, timeline: Timeline) ->
     edges: set[ChainEdge] = {edge for edge in graph.edges if edge[2] == "source"}
     spill_edges: set[tuple[int, int]] = set()
     for number, task in enumerate(problem.tasks):
-        spill_edges |= {(other - num_chains, number) for other in task.after if other >= num_chains}
+        if task.after:
+            spill_edges |= {(other - num_chains, number) for other in task.after if other >= num_chains}
     for releaser, acquirer in _needed_releases(problem, timeline):
         if releaser >= num_chains:
             spill_edges.add((releaser - num_chains, acquirer))
@@ -139,21 +128,19 @@ def _with_edges(graph: TransitionGraph, problem: Problem, timeline: Timeline) ->
 
 def _needed_releases(problem: Problem, timeline: Timeline) -> set[tuple[int, int]]:
     """(releaser, acquirer): the earliest releases that make room for all that a bin has started by then."""
-    takers: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
-    givers: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
-    for number, task in enumerate(problem.tasks):
-        for place, amount in task.acquires:
-            takers[place].append((timeline.start_s[number], number, amount))
-        for place, amount in task.releases:
-            givers[place].append((timeline.end_s[number], number, amount))
     needed: set[tuple[int, int]] = set()
-    for place, acquisitions in takers.items():
-        releases = sorted(givers[place])
-        level = problem.used[place]
-        for _, acquirer, amount in sorted(acquisitions):
-            level += amount
-            missing = level - problem.cap[place]
-            for _, releaser, freed in releases:
+    if not problem.bins:
+        return needed
+    tasks, level = problem.tasks, list(problem.used)
+    givers: list[list[tuple[int, int]]] = [[] for _ in problem.bins]
+    for _, releaser in sorted([(timeline.end_s[i], i) for i, task in enumerate(tasks) if task.releases]):
+        for place, amount in tasks[releaser].releases:
+            givers[place].append((releaser, amount))
+    for _, acquirer in sorted([(timeline.start_s[i], i) for i, task in enumerate(tasks) if task.acquires]):
+        for place, amount in tasks[acquirer].acquires:
+            level[place] += amount
+            missing = level[place] - problem.cap[place]
+            for releaser, freed in givers[place]:
                 if missing <= 0:
                     break
                 needed.add((releaser, acquirer))
@@ -163,17 +150,18 @@ def _needed_releases(problem: Problem, timeline: Timeline) -> set[tuple[int, int
 
 def _peaks(problem: Problem, timeline: Timeline) -> dict[Rank, int]:
     """The most that lies on every tight rank at any moment; what ends at a moment is gone at that moment."""
-    out: dict[Rank, int] = {}
-    changes: dict[int, list[tuple[float, int]]] = {place: [] for place in range(len(problem.bins))}
-    for number, task in enumerate(problem.tasks):
-        for place, amount in task.acquires:
-            changes[place].append((timeline.start_s[number], amount))
-        for place, amount in task.releases:
-            changes[place].append((timeline.end_s[number], -amount))
-    for place, ranks in enumerate(problem.bins):
-        level = peak = problem.used[place]
-        for _, change in sorted(changes[place]):
-            level += change
-            peak = max(peak, level)
-        out.update(dict.fromkeys(ranks, peak))
-    return out
+    if not problem.bins:
+        return {}
+    peak, level = list(problem.used), list(problem.used)
+    tasks = problem.tasks
+    ends = [(timeline.end_s[i], False, i) for i, task in enumerate(tasks) if task.releases]
+    starts = [(timeline.start_s[i], True, i) for i, task in enumerate(tasks) if task.acquires]
+    for _, begins, number in sorted(ends + starts):
+        if begins:
+            for place, amount in tasks[number].acquires:
+                level[place] += amount
+                peak[place] = max(peak[place], level[place])
+        else:
+            for place, amount in tasks[number].releases:
+                level[place] -= amount
+    return {rank: peak[place] for place, ranks in enumerate(problem.bins) for rank in ranks}

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise, repeat
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from nereus.emu.chain_time import Seconds
+from nereus.emu.chain_time import Estimate, Seconds
 from nereus.emu.chains import Chain
 from nereus.emu.footprint import Entries, Ints, ranks_of
 from nereus.emu.graph import Spill, TransitionGraph
 from nereus.emu.layout import Rank
-from nereus.emu.shard_bytes import Sizes, shape_of
+from nereus.emu.shard_bytes import Sizes, bytes_of
 from nereus.emu.topology import Topology
 from nereus.emu.unit import Unit, UnitId
 from nereus.errors import Infeasible, explain
@@ -28,6 +29,8 @@ from nereus.errors import Infeasible, explain
 Amounts = tuple[tuple[int, int], ...]  # (bin, bytes on each of its ranks)
 RankMask = int  # bit r is rank r
 SHORTEST_S = 1e-6
+_BITS = np.array([1 << bit for bit in range(8)], dtype=np.uint8)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,16 @@ class Problem:
     cap: tuple[int, ...] = ()
 
     @cached_property
+    def links(self) -> tuple[int, ...]:
+        """For every task, the links that it takes as bits: of ranks that send, receive, and copy."""
+        sends, receives = [task.sends for task in self.tasks], [task.receives for task in self.tasks]
+        copies = [task.copies for task in self.tasks]
+        width = max([*sends, *receives, *copies], default=0).bit_length()
+        if any(copies):
+            receives = [receive | copy << width for receive, copy in zip(receives, copies, strict=True)]
+        return tuple([send | other << width for send, other in zip(sends, receives, strict=True)])
+
+    @cached_property
     def net(self) -> tuple[dict[int, int], ...]:
         """For every task, by bin, what it adds for good."""
         out: list[dict[int, int]] = []
@@ -92,12 +105,14 @@ class Problem:
     @cached_property
     def harmless(self) -> tuple[bool, ...]:
         """For every task, whether it leaves no bin fuller than it found it."""
-        return tuple(all(net <= 0 for net in added.values()) for added in self.net)
+        return tuple([not added or max(added.values()) <= 0 for added in self.net])
 
     @cached_property
     def released(self) -> tuple[int, ...]:
         """For every task, the bytes that it releases, one rank of each bin counted."""
-        return tuple(sum(amount for _, amount in task.releases) for task in self.tasks)
+        return tuple(
+            [sum([amount for _, amount in task.releases]) if task.releases else 0 for task in self.tasks]
+        )
 
     @cached_property
     def unlocks(self) -> tuple[tuple[int, ...], ...]:
@@ -159,16 +174,13 @@ def mask_of(ranks: Iterable[Rank]) -> RankMask:
 def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Seconds) -> Problem:
     """The scheduling problem of a graph. Raises Infeasible when the target itself exceeds a rank's memory."""
     chains, lie = graph.chains, graph.footprint
-    ended, made = (
-        _Bytes(lies, sizes, [unit for units in units_of for unit in units])
-        for lies, units_of in (
-            (lie.ends, [chain.ends for chain in chains]),
-            (lie.makes, [chain.makes for chain in chains]),
-        )
-    )
+    gone_units = [unit for chain in chains for unit in chain.ends]
+    ended = _Bytes(lie.ends, bytes_of(gone_units, sizes))
+    made = _Bytes(lie.makes, bytes_of([unit for chain in chains for unit in chain.makes], sizes))
     num_ranks = max(max(graph.before.ranks, default=0) + 1, lie.num_ranks)
-    used = _load(ranks_of(graph.before.units), _amounts(graph.before.units, sizes), num_ranks)
     gone, come = (_load(one.lies.ranks, one.amounts, num_ranks) for one in (ended, made))
+    stays = _staying(graph, gone_units)
+    used = gone + _load(ranks_of(stays), bytes_of(stays, sizes), num_ranks)
     cap = np.full(num_ranks, room.cap_bytes, dtype=np.int64)
     for rank, limit in room.cap_by_rank.items():
         if rank < num_ranks:
@@ -176,43 +188,44 @@ def problem_of(graph: TransitionGraph, sizes: Sizes, room: Room, seconds: Second
     _check_target(used - gone + come, cap)
     bins, acquires, releases = _bins(chains, ended, made, used, cap, np.flatnonzero(used + come > cap))
     first = [ranks[0] for ranks in bins]
-    before: dict[int, list[int]] = {}
-    for first_chain, then, reason in graph.edges:
-        if reason == "source":
-            before.setdefault(then, []).append(first_chain)
-    sends, receives = (_masks(lies, len(chains), num_ranks) for lies in (lie.reads, lie.makes))
-    tasks = [
-        Task(
-            chain=number,
-            # Above zero, so that what a chain takes is never counted as freed at the same moment.
-            seconds=max(SHORTEST_S, seconds(chain)) if chain.makes else 0.0,
-            sends=sends[number],
-            receives=receives[number],
-            acquires=tuple(acquires.get(number, ())),
-            releases=tuple(releases.get(number, ())),
-            after=tuple(sorted(before[number])) if number in before else (),
-        )
-        for number, chain in enumerate(chains)
+    if isinstance(seconds, Estimate):
+        durations = seconds.of_all(len(chains), lie, made.amounts)
+    else:
+        durations = [seconds(chain) if chain.makes else 0.0 for chain in chains]
+    # Above zero, so that what a chain takes is never counted as freed at the same moment.
+    above = [
+        max(SHORTEST_S, value) if chain.makes else 0.0 for value, chain in zip(durations, chains, strict=True)
     ]
+    sends, receives = (_masks(lies, len(chains), num_ranks) for lies in (lie.reads, lie.makes))
+    after: list[tuple[int, ...]] = [()] * len(chains)
+    for i, j in sorted([(i, j) for i, j, reason in graph.edges if reason == "source"]):
+        after[j] += (i,)
+    tasks = tuple(map(Task, range(len(chains)), above, sends, receives, repeat(0), acquires, releases, after))
     held, caps = (tuple(amounts[first].tolist()) for amounts in (used, cap))
-    return Problem(tasks=tuple(tasks), bins=bins, used=held, cap=caps)
+    return Problem(tasks=tasks, bins=bins, used=held, cap=caps)
 
 
-class _Bytes:
+class _Bytes(NamedTuple):
     """The shards that chains end, or make: where they lie, and how large they are, entry by entry."""
 
-    def __init__(self, lies: Entries, sizes: Sizes, units: Sequence[Unit]) -> None:
-        self.lies = lies
-        self.amounts = _amounts(units, sizes)
+    lies: Entries
+    amounts: Ints
+
+
+def _staying(graph: TransitionGraph, ended: Sequence[Unit]) -> Sequence[Unit]:
+    """The units that no chain ends: those kept, and what chains leave that were added to a derived graph."""
+    if len(graph.kept) + len(ended) == len(graph.before.units):
+        return graph.kept
+    gone = {unit.id for unit in ended}
+    return [unit for unit in graph.before.units if unit.id not in gone]
 
 
 def _masks(lies: Entries, num_chains: int, num_ranks: int) -> list[RankMask]:
     """The ranks of every chain as bits."""
-    bits = np.zeros((num_chains, num_ranks), dtype=np.bool_)
-    bits[lies.chains, lies.ranks] = True
-    packed = np.packbits(bits, axis=1, bitorder="little")
-    width, data = packed.shape[1], packed.tobytes()
-    return [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width)]
+    width = num_ranks // 8 + 1
+    packed = np.zeros(num_chains * width, dtype=np.uint8)
+    np.bitwise_or.at(packed, lies.chains * width + (lies.ranks >> 3), _BITS[lies.ranks & 7])
+    return [int.from_bytes(row, "little") for row in packed.view(np.dtype((np.void, width))).tolist()]
 
 
 def _load(ranks: Ints, amounts: Ints, num_ranks: int) -> Ints:
@@ -220,22 +233,6 @@ def _load(ranks: Ints, amounts: Ints, num_ranks: int) -> Ints:
     out = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(out, ranks, amounts)
     return out
-
-
-def _amounts(units: Sequence[Unit], sizes: Sizes) -> Ints:
-    """Bytes of the shards of units, one unit after the other.
-
-    Units of one model-stage and one cut are replicas: they are asked for once.
-    """
-    known: dict[object, Ints] = {}
-    out: list[Ints] = []
-    for unit in units:
-        shape = shape_of(unit)
-        amounts = known.get(shape)
-        if amounts is None:
-            amounts = known[shape] = np.array(sizes(unit), dtype=np.int64)
-        out.append(amounts)
-    return np.concatenate(out) if out else np.zeros(0, dtype=np.int64)
 
 
 def _check_target(used: Ints, cap: Ints) -> None:
@@ -254,12 +251,10 @@ def _check_target(used: Ints, cap: Ints) -> None:
 
 def _bins(
     chains: Sequence[Chain], ended: _Bytes, made: _Bytes, used: Ints, cap: Ints, tight: Ints
-) -> tuple[tuple[tuple[Rank, ...], ...], dict[int, list[tuple[int, int]]], dict[int, list[tuple[int, int]]]]:
+) -> tuple[tuple[tuple[Rank, ...], ...], list[Amounts], list[Amounts]]:
     """Group tight ranks by what happens on them; and every chain's acquisitions and releases by bin."""
-    acquires: dict[int, list[tuple[int, int]]] = {}
-    releases: dict[int, list[tuple[int, int]]] = {}
     if not len(tight):
-        return (), acquires, releases
+        return (), [()] * len(chains), [()] * len(chains)
     names = {name: at for at, name in enumerate(dict.fromkeys([chain.model_stage for chain in chains]))}
     stage = np.array([names[chain.model_stage] for chain in chains], dtype=np.int64)
     column = np.full(len(used), -1)
@@ -273,26 +268,39 @@ def _bins(
         who[2 * stage[number] + side, at] = number
         amount[2 * stage[number] + side, at] = one.amounts[there]
     first, bin_of = _alike(np.vstack((used[tight], cap[tight], who, amount)))
-    members: list[list[Rank]] = [[] for _ in first]
-    for at, rank in zip(bin_of.tolist(), tight.tolist(), strict=True):
-        members[at].append(rank)
+    order = np.argsort(bin_of, kind="stable")
+    bins = tuple(_cut(tuple(tight[order].tolist()), bin_of[order], len(first)))
     who, amount = who[:, first].T, amount[:, first].T
+    releases, acquires = (_by_chain(who[:, side::2], amount[:, side::2], len(chains)) for side in (0, 1))
+    return bins, acquires, releases
+
+
+def _by_chain(who: Ints, amount: Ints, num_chains: int) -> list[Amounts]:
+    """(bin, bytes) for every chain, in order, from [bin, model-stage] which chain takes or frees how much."""
     place, row = np.nonzero(who >= 0)
-    happens = (place, row % 2, who[place, row], amount[place, row])
-    for at, is_made, number, size in zip(*(part.tolist() for part in happens), strict=True):
-        (acquires if is_made else releases).setdefault(number, []).append((at, size))
-    return tuple(map(tuple, members)), acquires, releases
+    number, size = who[place, row], amount[place, row]
+    order = np.argsort(number, kind="stable")
+    pairs = zip(place[order].tolist(), size[order].tolist(), strict=True)
+    return _cut(tuple(pairs), number[order], num_chains)
 
 
-def _alike(columns: Ints) -> tuple[Ints, Ints]:
+def _cut(items: tuple[T, ...], group_of: Ints, num_groups: int) -> list[tuple[T, ...]]:
+    """The items of every group, where those of one follow one another in order of the groups."""
+    ends = np.searchsorted(group_of, np.arange(num_groups + 1)).tolist()
+    return [items[lo:hi] for lo, hi in pairwise(ends)]
+
+
+def _alike(columns: Ints) -> tuple[list[int], Ints]:
     """The first of every group of equal columns, in order, and the group of every column."""
-    rows = np.ascontiguousarray(columns.T)
-    keys = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return first[order], place[group]
+    differs = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
+    starts = np.flatnonzero(np.concatenate(([True], differs)))  # neighbours are mostly alike
+    rows = np.ascontiguousarray(columns[:, starts].T)
+    data, width = rows.tobytes(), rows.itemsize * rows.shape[1]
+    keys = [data[at : at + width] for at in range(0, len(data), width)]
+    group_of = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    first = dict(zip(reversed(keys), reversed(starts.tolist()), strict=True))
+    groups = np.repeat([group_of[key] for key in keys], np.diff(starts, append=columns.shape[1]))
+    return [first[key] for key in group_of], groups
 
 
 def host_bytes(problem: Problem, topology: Topology) -> dict[int, int]:

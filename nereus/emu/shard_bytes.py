@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nereus.emu.kinds import Kinds
 from nereus.emu.layout import Grid, Seat
@@ -23,6 +27,20 @@ def shape_of(unit: Unit) -> tuple[object, ...]:
     """
     cut = unit.layout
     return unit.id.model_stage, cut.tp, cut.layers, cut.slices, cut.ep, cut.cp
+
+
+def bytes_of(units: Sequence[Unit], sizes: Sizes) -> NDArray[np.int64]:
+    """Bytes of the shards of units, one unit after the other, each in layout order.
+
+    Replicas mostly come together: sizes are asked for once for each run of them.
+    """
+    out: list[NDArray[np.int64]] = []
+    at = 0
+    for _, alike in groupby([*map(shape_of, units)]):
+        count = len([*alike])
+        out.append(np.array([sizes(units[at])], dtype=np.int64).repeat(count, axis=0).ravel())
+        at += count
+    return np.concatenate(out) if out else np.zeros(0, dtype=np.int64)
 
 
 def sizes_of(models: Mapping[str, ModelSpec]) -> Sizes:

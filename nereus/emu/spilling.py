@@ -37,13 +37,18 @@ def with_spills(
 
     Raises Infeasible when a host has too little memory for them.
     """
+    groups = components(problem) if problem.bins else ()
+    if len(groups) == 1:  # then nothing is gained by taking it out
+        found = find_sequence(problem, groups[0], problem.used)
+        if found is not None:
+            return problem, (tuple(found),)
     sequences: list[tuple[int, ...]] = []
     solved: dict[Problem, _Solution] = {}
     original = problem
-    for group in components(problem) if problem.bins else ():
+    for group in groups:
         alone, bins = _alone(original, group)
         if alone not in solved:
-            solved[alone] = _solve(alone, room)
+            solved[alone] = _solve(alone, room, fails=len(groups) == 1)
         solution, first = solved[alone], len(problem.tasks)
         numbers = [*group, *range(first, first + len(solution.spills))]
         for at, place in solution.spills:
@@ -77,10 +82,10 @@ def _alone(problem: Problem, group: Sequence[int]) -> tuple[Problem, list[int]]:
     return alone, bins
 
 
-def _solve(problem: Problem, room: Room) -> _Solution:
-    """A sequence of all tasks, with spills where there is none without."""
+def _solve(problem: Problem, room: Room, *, fails: bool) -> _Solution:
+    """A sequence of all tasks, with spills where there is none without, as is known where it `fails`."""
     everything = range(len(problem.tasks))
-    found = find_sequence(problem, everything, problem.used)
+    found = None if fails else find_sequence(problem, everything, problem.used)
     if found is None and len(everything) > SMALL:
         return _unblocked(problem)
     spills: list[tuple[int, int]] = []

@@ -216,6 +216,14 @@ def test_a_unit_that_moves_away_lives_until_its_copy_does() -> None:
     assert graph.apply() == graph.after
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (2, 3, 0, 1), (0, 2, 1, 3)])
+def test_units_whose_ranks_one_takes_merge_however_they_lie_on_them(ranks: tuple[Rank, ...]) -> None:
+    old = (unit("actor.training", 0, 2, 1, 0, 1), unit("actor.training", 1, 2, 1, 2, 3))
+    graph = build_graph(state(*old), state(unit("actor.training", 0, 4, 1, *ranks)))
+    into = (UnitId("actor.training", 2), Layout.make(SPEC, tp=4, pp=1, ranks=ranks))
+    assert operations(graph) == [Merge(units=(old[0].id, old[1].id), into=into)]
+
+
 def test_release_comes_before_acquire() -> None:
     before = state(
         unit("actor.generation", 0, 2, 1, 0, 1),
