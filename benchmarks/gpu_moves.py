@@ -28,6 +28,7 @@ from nereus.emu.mesh_moves import mesh_moves
 from nereus.emu.pages import Pages, mappable
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.reshard import plan_reshard
+from nereus.emu.staging import StagingPool
 from nereus.emu.store import Store
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transport.mesh import M2nResharder
@@ -181,9 +182,13 @@ def spill_rows(device: torch.device, size: Size) -> list[Row]:
         torch.cuda.empty_cache()
     freed = _free(device) - before
     copies = plan.rank_plan(0).copies
-    read_bytes, read_s = _timed(lambda: copy_local(copies, copy.state, new, lanes.pack), device)
+    pool = StagingPool(device, lanes)
+    read_bytes, read_s = _timed(lambda: copy_local(copies, copy.state, new, pool), device)
     _, back_s = _timed(lambda: copy.put_back(lanes, deadline), device)
     same = all(torch.equal(arena.flat.cpu(), was[kind]) for kind, arena in state.arenas.items())
+    near = ShardState.empty(new.shard, dtypes, device)
+    copy_local(copies, state, near, pool)
+    same &= all(torch.equal(near[kind].flat, arena.flat) for kind, arena in new.arenas.items())
     rates = {
         "to the host": num_bytes / take_s,
         "a new shard from there": read_bytes / read_s,
@@ -195,7 +200,15 @@ def spill_rows(device: torch.device, size: Size) -> list[Row]:
         out.append(Row(section="spill", what="share of the device's memory that was given back", value=share,
                        target="at least 0.9", ok=_verdict(size, share >= 0.9)))  # fmt: skip
     note = "equal" if same else "differ"
-    return [*out, Row(section="spill", what="numbers that came back", ok=_verdict(size, same), note=note)]
+    return [
+        *out,
+        Row(
+            section="spill",
+            what="what came back, and what was read from there",
+            ok=_verdict(size, same),
+            note=note,
+        ),
+    ]
 
 
 MOVES: dict[str, Callable[[torch.device, Size], list[Row]]] = {

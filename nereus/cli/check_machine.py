@@ -9,11 +9,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pynvml
 
 from nereus.cli.check import Check, Verdict
 from nereus.config.environment import environment_folder
+from nereus.emu.host_memory import free_host_bytes
 
 GIB = 2**30
 MIN_MEMORY_BYTES = 4 * GIB  # driver, Prefect's server, Ray and two small workers: about 0.4 GiB each
@@ -38,7 +38,7 @@ def check_machine(gpus: list[Gpu], *, torch_build: str | None, run_folder: Path)
     return [
         check_gpus(gpus, torch_build=torch_build),
         check_cores(os.cpu_count() or 1),
-        check_memory(available_memory_bytes()),
+        check_memory(free_host_bytes()),
         *([check_shared_memory(shutil.disk_usage(shared).total)] if shared.is_dir() else []),
         check_disk("disk for runs", run_folder),
         check_disk("disk for Ray", Path(tempfile.gettempdir())),
@@ -97,15 +97,6 @@ def check_cores(num_cores: int) -> Check:
         verdict=Verdict.warning,
         remedy="expect long start-ups: driver, Prefect's server, Ray and the workers share one core",
     )
-
-
-def available_memory_bytes() -> int:
-    """Free memory, within the limit of the container if there is one."""
-    free = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
 
 
 def check_memory(free_bytes: int) -> Check:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
-MEMINFO = Path("/proc/meminfo")
+from nereus.emu.host_memory import free_host_bytes
 
 
 def take_peak_bytes(device: torch.device) -> int:
@@ -25,14 +25,20 @@ def take_peak_bytes(device: torch.device) -> int:
     return peak_bytes + outside_bytes
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that could still be taken: of a GPU, or of this host for all of its workers together. None
-    where the system does not tell.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """What could still be taken of a device and of its host, of a host by all of its workers together. On a
+    CPU they are one.
     """
-    if device.type == "cuda":
-        unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused_bytes
-    if not MEMINFO.exists():
-        return None
-    lines = (line.split() for line in MEMINFO.read_text().splitlines())
-    return next((int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"), None)
+
+    device_bytes: int
+    host_bytes: int
+
+
+def free_memory(device: torch.device) -> FreeMemory:
+    """Of the device and of this host."""
+    host = free_host_bytes()
+    if device.type != "cuda":
+        return FreeMemory(device_bytes=host, host_bytes=host)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return FreeMemory(device_bytes=torch.cuda.mem_get_info(device)[0] + unused, host_bytes=host)

@@ -91,8 +91,9 @@ class Executor:
         """Move the state; collective over `plan.ranks`. `new` comes zeroed (bounded mode: unallocated).
 
         A rank whose unit is kept passes its shard as `old` and as `new`. In shadow mode `old` is only read,
-        and may lie in host memory. Raises TransportError naming a peer that is late or gone; the epoch's
-        channels are then closed and `new` holds nothing of worth.
+        and may lie in host memory. Raises TransportError naming a peer that is late or gone, MemoryError, or
+        torch's RuntimeError, when the device is full; the epoch's channels are then closed and `new` holds
+        nothing of worth.
         """
         _check(plan, old, new)
         start = time.monotonic()
@@ -105,7 +106,7 @@ class Executor:
         try:
             for chunk in plan.chunks:
                 run.chunk(chunk, bounded=plan.mode == "bounded")
-        except TransportError:
+        except (TransportError, MemoryError, RuntimeError):
             self.transport.close(epoch, broken=True)  # first: operations in flight still use the buffers
             self.pool.forget()
             raise
@@ -336,7 +337,7 @@ class _Run:
         if chunk.copies:
             assert self.old is not None, "what is copied locally lies in the old shard"
             assert self.new is not None, "what is copied locally lies in the new shard"
-            self.copied_bytes += copy_local(chunk.copies, self.old, self.new, self.pool.lanes.pack)
+            self.copied_bytes += copy_local(chunk.copies, self.old, self.new, self.pool)
 
     def _at(self, region: Region, kind: str) -> Tensor:
         state = self.old if region.side == "old" else self.new

@@ -6,19 +6,19 @@
     host: the same numbers, from which the transition's operations read ──drop (commit)──▶ nothing
 
 The tensors on the device keep their place, so an engine that holds them goes on after an abort. On a GPU the
-host's memory is locked, so that copies run at the speed of the link and nobody waits for them.
+host's memory is locked, so that copies run at the speed of the link.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from nereus.emu.arena import Arena, ShardState
 from nereus.emu.lanes import Lanes
+from nereus.emu.page_locks import lock_pages
 from nereus.emu.transport.protocol import Deadline, reached_in_time
 from nereus.errors import TransportError, explain
 
@@ -41,7 +41,9 @@ class HostCopy:
         copy = cls(vacated=state, state=ShardState(shard=state.shard, arenas=arenas))
         for kind, arena in state.arenas.items():
             if arena.device.type == "cuda":
-                _lock(arenas[kind].flat)
+                # Not torch's pinned memory, which comes in powers of two. Where the system refuses, copies
+                # pass through buffers of the driver.
+                lock_pages(arenas[kind].flat)
         _carry(state, copy.state, lanes, deadline)
         for arena in state.arenas.values():
             arena.vacate()
@@ -50,12 +52,31 @@ class HostCopy:
     def put_back(self, lanes: Lanes, deadline: Deadline) -> None:
         """Fill the shard on the device again.
 
-        Raises MemoryError, or torch's RuntimeError, when the device has no room, TransportError when it does
-        not answer in time; the shard is of no worth then.
+        Raises MemoryError, OSError, or torch's RuntimeError, when the device has no room, also once torch's
+        own cache is empty, TransportError when it does not answer in time; the shard is of no worth then, and
+        takes no memory, unless the device may still write to it.
         """
-        for arena in self.vacated.arenas.values():
-            arena.occupy()
+        arenas = list(self.vacated.arenas.values())
+        try:
+            _occupy(arenas)
+        except (MemoryError, RuntimeError, OSError):
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            _occupy(arenas)
         _carry(self.state, self.vacated, lanes, deadline)
+
+
+def _occupy(arenas: Sequence[Arena]) -> None:
+    """All of the arenas or none."""
+    done: list[Arena] = []
+    try:
+        for arena in arenas:
+            arena.occupy()
+            done.append(arena)
+    except (MemoryError, RuntimeError, OSError):
+        for arena in done:
+            arena.vacate()
+        raise
 
 
 def _carry(source: ShardState, target: ShardState, lanes: Lanes, deadline: Deadline) -> None:
@@ -71,14 +92,3 @@ def _carry(source: ShardState, target: ShardState, lanes: Lanes, deadline: Deadl
                 remedy="abort the epoch; the device may hang",
             )
         )
-
-
-def _lock(flat: Tensor) -> None:
-    """Lock its pages until it is gone. Where the system refuses, copies pass through the driver's buffers.
-
-    Not torch's pinned memory, which comes in powers of two.
-    """
-    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address, num_bytes = flat.data_ptr(), flat.numel() * flat.element_size()
-    if num_bytes and int(driver.cudaHostRegister(address, num_bytes, 0)) == 0:
-        weakref.finalize(flat, driver.cudaHostUnregister, address)

@@ -23,13 +23,14 @@ LiveSpills = tuple[tuple[int, Spill], ...]  # the number of the chain that ends 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What ranks can take beside what they hold, what of that they may put into host memory, and what a shard
-    that is read from there needs for it on the device.
+    """What a transition asks of ranks beside what they hold, what is free there, what they may put into host
+    memory, and what buffers they need more when they have.
     """
 
+    asked_bytes: Mapping[Rank, int]
     free_bytes: Mapping[Rank, int]
     host_bytes: Mapping[Rank, int] = field(default_factory=dict)
-    staging_bytes: int = 0
+    staging_bytes: Mapping[Rank, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +42,21 @@ class _Shard:
 
 def needed_spills(
     chains: Sequence[Chain],
-    asked_bytes: Mapping[Rank, int],
     devices: Devices,
     sizes: Sizes,
     stale: Mapping[str, frozenset[Rank]] | None = None,
 ) -> LiveSpills:
-    """The cheapest shards whose way to the host makes room for `asked_bytes`, on each rank by itself.
+    """The cheapest shards whose way to the host makes room, on each rank by itself.
 
     Ranks in `stale` may hold nothing of a model-stage. Raises InvalidOperation where no shards do that.
     """
     held = _ended(chains, sizes, stale or {})
     chosen: dict[_Shard, list[Rank]] = {}
     for rank, free in sorted(devices.free_bytes.items()):
-        missing = asked_bytes.get(rank, 0) - free
+        missing = devices.asked_bytes.get(rank, 0) - free
         if missing > 0:
-            for shard in _cheapest(held.get(rank, ()), missing + devices.staging_bytes, rank, devices):
+            missing += devices.staging_bytes.get(rank, 0)
+            for shard in _cheapest(held.get(rank, ()), missing, rank, devices):
                 chosen.setdefault(shard, []).append(rank)
     return tuple(
         (shard.chain, Spill(units=(shard.unit,), ranks=tuple(ranks), rank_bytes=shard.num_bytes))

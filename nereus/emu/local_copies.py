@@ -13,16 +13,21 @@ from functools import partial
 from torch import Tensor
 
 from nereus.emu.arena import Arena, ShardState
-from nereus.emu.lanes import Lane
+from nereus.emu.far_copies import copy_far
 from nereus.emu.rank_plan import LocalCopy, Region
+from nereus.emu.staging import StagingPool
 from nereus.kernels.regions import FlatPair, RowPair, copy_rows
 
 Found = tuple[list[RowPair], list[LocalCopy], int]
 
 
-def copy_local(copies: Sequence[LocalCopy], old: ShardState, new: ShardState, lane: Lane) -> int:
-    """Give a lane all local copies of a chunk, which are of the same kinds; returns the bytes they write."""
+def copy_local(copies: Sequence[LocalCopy], old: ShardState, new: ShardState, pool: StagingPool) -> int:
+    """Give the packing lane all local copies of a chunk, which are of the same kinds; returns the bytes they
+    write. What lies in host memory passes through buffers of the pool.
+    """
+    lane = pool.lanes.pack
     flats: list[FlatPair] = []
+    far: list[FlatPair] = []
     views: list[tuple[Tensor, Tensor]] = []
     known: dict[tuple[int, int], Found] = {}
     num_bytes = 0
@@ -32,11 +37,12 @@ def copy_local(copies: Sequence[LocalCopy], old: ShardState, new: ShardState, la
         if shards not in known:
             known[shards] = _rows(copies, source, target)
         rows, others, num_elements = known[shards]
-        flats.append((source.flat, target.flat, rows))
+        (flats if source.device.type == target.device.type else far).append((source.flat, target.flat, rows))
         views += [(view_of(copy.source, source), view_of(copy.target, target)) for copy in others]
         num_bytes += move.target.num_bytes * num_elements
     if flats:
         lane.give(partial(copy_rows, flats))
+    copy_far(far, pool)
     if views:
         lane.copy(views)
     return num_bytes

@@ -136,6 +136,13 @@ class Message:
         """Bytes this end stages: the packed buffer, and direct transfers it cannot give from live storage."""
         return self.packed_bytes + sum(t.num_bytes for t in self.direct if not t.zero_copy)
 
+    @property
+    def far_staging_bytes(self) -> int:
+        """The same where the old shard lies in host memory."""
+        return self.packed_bytes + sum(
+            t.num_bytes for t in self.direct if not t.zero_copy or t.region.side == "old"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
@@ -168,6 +175,11 @@ class Round:
     def staging_bytes(self) -> int:
         """Bytes of staging that the group call holds."""
         return sum(message.staging_bytes for message in self.messages)
+
+    @property
+    def far_staging_bytes(self) -> int:
+        """The same where the old shard lies in host memory."""
+        return sum(message.far_staging_bytes for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,5 +264,13 @@ class RankPlan:
     @property
     def staging_bytes(self) -> int:
         """Most staging held at once when two successive rounds overlap (double buffering)."""
-        sizes = [turn.staging_bytes for turn in self.rounds]
+        return self._overlapping([turn.staging_bytes for turn in self.rounds])
+
+    @property
+    def far_staging_bytes(self) -> int:
+        """The same where the old shard lies in host memory: all that is sent from it is staged."""
+        return self._overlapping([turn.far_staging_bytes for turn in self.rounds])
+
+    @staticmethod
+    def _overlapping(sizes: list[int]) -> int:
         return max((a + b for a, b in zip([0, *sizes], [*sizes, 0], strict=True)), default=0)

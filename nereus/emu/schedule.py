@@ -87,9 +87,10 @@ def schedule(
 ) -> Schedule:
     """Schedule a graph; `seconds` times its chains, by default roughly, by their largest shards.
 
-    Deterministic. Compares `tries` orders: by default up to 256, fewer of many tasks, one above 64. `spills`
-    come before whatever is made on their ranks, also where the room asks for none. Raises Infeasible when the
-    target exceeds a rank's memory, or a host's where old shards must go there.
+    Deterministic. Compares `tries` orders: by default up to 256, fewer of many tasks, one above 64. The
+    schedule finds its own spills where the room is short and memory is freed as operations end; those given,
+    of a transition that frees it at its commit, come before whatever is made on their ranks. Raises
+    Infeasible when the target exceeds a rank's memory, or a host's where old shards must go there.
     """
     problem = problem_of(graph, sizes, room, seconds or estimated(sizes, topology))
     problem, sequences = with_spills(problem, graph, room, topology)

@@ -42,6 +42,7 @@ from nereus.emu.executor import Executor
 from nereus.emu.host_copy import HostCopy
 from nereus.emu.layout import Rank, shard
 from nereus.emu.orders import Applied, Lost, Moved, Order, Phase, SpillOrder
+from nereus.emu.rank_plan import RankPlan
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transport.protocol import Deadline
 from nereus.emu.unit import Unit
@@ -65,6 +66,12 @@ class _Prepared:
     reason: str = ""
     vote: Vote | None = None
     deadline_s: float = 0.0
+
+    @property
+    def left_on_host(self) -> set[str]:
+        """Model-stages whose shard a commit would leave in host memory."""
+        kept = {key for key, copy in self.spilled.items() if self.shadows.get(key) is copy.state}
+        return kept | (self.spilled.keys() - self.targets)
 
     @property
     def targets(self) -> set[str]:
@@ -146,7 +153,7 @@ class Participant:
         Raises InvalidOperation when no epoch is open.
         """
         prepared = self._require_open("vote")
-        if left := sorted(prepared.spilled.keys() - prepared.targets):
+        if left := sorted(prepared.left_on_host):
             prepared.reason = prepared.reason or f"{', '.join(left)} was spilled, and nothing takes its place"
         vote = prepared.vote = Vote(
             worker=self.worker,
@@ -167,10 +174,31 @@ class Participant:
             return moved
         new = self._target(order, old)
         self.observe(Phase.ALLOCATED)
-        report = self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
+        sent_bytes = self._run(plan, old, new, prepared, deadline)
         if order.changes_target:
             prepared.shadows[order.target] = new
-        return replace(moved, sent_bytes=report.sent_bytes)
+        return replace(moved, sent_bytes=sent_bytes)
+
+    def _run(
+        self,
+        plan: RankPlan,
+        old: ShardState | None,
+        new: ShardState | None,
+        prepared: _Prepared,
+        deadline: Deadline,
+    ) -> int:
+        """Move the bytes; returns how many were sent. Raises _NoRoom when buffers do not fit."""
+        try:
+            return self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline).sent_bytes
+        except (MemoryError, RuntimeError) as error:  # torch's, of a device that is full
+            raise _NoRoom(
+                explain(
+                    f"worker {self.worker} cannot move its shard of {plan.new or plan.old}",
+                    values=str(error).splitlines()[0],
+                    rule="buffers of what is on its way must fit beside old and new shards",
+                    remedy="free memory on this device",
+                )
+            ) from error
 
     def _spill(self, order: SpillOrder, prepared: _Prepared, deadline: Deadline) -> Moved:
         state = self._held(order.source, order.model, order.unit)
@@ -296,8 +324,7 @@ class Participant:
                 continue
             try:
                 new = self._target(order, old)
-                report = self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline)
-                sent_bytes[order.target] = report.sent_bytes
+                sent_bytes[order.target] = self._run(plan, old, new, prepared, deadline)
                 if order.changes_target:
                     prepared.shadows[order.target] = new
             except (TransportError, _NoRoom) as error:
@@ -327,11 +354,12 @@ class Participant:
     def _put_back(self, prepared: _Prepared) -> tuple[Lost, ...]:
         """Bring what was spilled back to the device; what does not come back is live no more."""
         lost: list[Lost] = []
+        vacated = {key: self.live.pop(key) for key in prepared.spilled}
         for key, copy in prepared.spilled.items():
             try:
                 copy.put_back(self.executor.lanes, Deadline.after(prepared.deadline_s))
-            except (MemoryError, RuntimeError, TransportError) as error:
-                del self.live[key]
+                self.live[key] = vacated[key]
+            except (MemoryError, RuntimeError, OSError, TransportError) as error:
                 lost.append(Lost(key=key, reason=str(error).splitlines()[0]))
         return tuple(lost)
 

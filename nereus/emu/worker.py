@@ -29,7 +29,7 @@ from nereus.emu.ballot import Vote
 from nereus.emu.batch import PromptBatch, Rollouts, Sampling, Scores, TokenBatch, TrainBatch, TrainMetrics
 from nereus.emu.checkpoint.part import Part, write_part
 from nereus.emu.decision import Decision
-from nereus.emu.device_memory import free_bytes, take_peak_bytes
+from nereus.emu.device_memory import FreeMemory, free_memory, take_peak_bytes
 from nereus.emu.engines.feeding import Fed, FeedEngine
 from nereus.emu.engines.protocol import AdapterEngine, GenerateEngine, TrainEngine
 from nereus.emu.engines.registry import REJOINING, load, open_generator, open_trainer
@@ -361,13 +361,9 @@ class Worker:
         """The model-stages of which this worker holds a shard that transitions may move."""
         return tuple(self.participant.live)
 
-    def free_bytes(self) -> int | None:
-        """Memory that could still be taken here; of a host for all of its workers together."""
-        return free_bytes(self.device)
-
-    def free_host_bytes(self) -> int | None:
-        """Memory of this host that could still be taken, by all of its workers together."""
-        return free_bytes(torch.device("cpu"))
+    def free_memory(self) -> FreeMemory:
+        """What could still be taken here; of a host for all of its workers together."""
+        return free_memory(self.device)
 
     def drop(self, key: str) -> None:
         """Free a shard that no engine uses: one of a copy that a newer one has replaced."""

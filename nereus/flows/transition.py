@@ -82,7 +82,11 @@ def transition_flow(step: int) -> Decision:
     with ExitStack() as rest:
         while True:
             try:
-                transition = plan_move(job, job.target)
+                transition = plan_move(
+                    job,
+                    job.target,
+                    before_asking=lambda draft: rest.enter_context(_generation_rests(job, draft)),
+                )
             except (InvalidOperation, Infeasible) as error:
                 decision = _refuse(job, asked_of(job.target), str(error))
                 break

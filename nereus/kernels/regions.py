@@ -49,14 +49,14 @@ def copy_regions(pairs: Pairs) -> None:
 
 
 def copy_rows(flats: Sequence[FlatPair]) -> None:
-    """Copy rows between contiguous 1-D tensors, of one device or from the host; they share no memory.
+    """Copy rows between contiguous 1-D tensors of one device; source and target share no memory.
 
     On a CPU, where nothing is cast, as bytes by numpy: for a row of a few KB the call of a torch operator
     costs as much as its bytes.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for source, target, rows in flats:
-        if source.dtype == target.dtype and target.device.type == "cpu" and not runs_triton(target):
+        if source.dtype == target.dtype and source.device.type == "cpu" and not runs_triton(source):
             _copy_bytes(source, target, rows)
             continue
         pairs += [

@@ -33,13 +33,13 @@ def stale_states(job: Job) -> dict[str, frozenset[Rank]]:
 
     A death inside the last collective of a step can let one unit finish it and another not. The further state
     is the one to keep: its gradient was complete. A rank that was interrupted inside its update (TORN, below
-    all counts) is always stale.
+    all counts) is always stale. Where a shard of generation is missing, all of it is synced from training.
     """
     held = job.cluster.run(dict.fromkeys(job.cluster.ranks, Call("held_states")), what="read what is held")
     stale: dict[str, frozenset[Rank]] = {}
     for spec in job.stages.values():
-        if spec.role == "generation":
-            continue  # its weights come from training
+        if spec.shares is not None:
+            continue  # its weights are training's
         keys = {spec.name, *({optimizer_stage(spec.name)} if spec.apart else ())}
         worthless = {rank for rank in spec.ranks if rank in held and not keys <= set(held[rank])}
         if spec.role == "training":

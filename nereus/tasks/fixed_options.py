@@ -24,14 +24,14 @@ from nereus.tasks.stages import CRITIC, GENERATION
 def fitted(job: Job, stages: Mapping[str, StageSpec]) -> Mapping[str, StageSpec]:
     """The stages with options with which they fit; as they are where those fit, or where nothing does.
 
-    Lengths up to `sampling.max_new_tokens` are counted on. A device that the planner does not know is not
-    judged.
+    Lengths up to `sampling.max_new_tokens` are counted on. A device that the planner does not know, and a
+    layout that it would not make, such as tp over several nodes, are not judged.
     """
     try:
         request = request_of(job.config, job.prepared.models, job.prepared.prompts.longest)
+        lean = less_at_once(request, stages)
     except ConfigError:
         return stages
-    lean = less_at_once(request, stages)
     if lean is None:
         job.listener.on_message(
             f"step {job.state.step}: by the cost model these layouts do not fit, whatever runs at once"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nereus.config.environment import gives_back_gpu_memory
 from nereus.emu.cluster import Call
+from nereus.emu.device_memory import FreeMemory
 from nereus.emu.kinds import Kind
 from nereus.emu.layout import Rank
 from nereus.emu.shard_bytes import sizes_of
 from nereus.emu.stage import StageSpec
 from nereus.emu.unit import Unit
 from nereus.tasks.device import device
-from nereus.tasks.stages import GENERATION
-from nereus.tasks.topology import limits_on
 
 if TYPE_CHECKING:
     from nereus.tasks.job import Job
@@ -44,66 +43,65 @@ def add_units(held: Counter[Rank], units: Sequence[Unit], spec: StageSpec) -> No
             held[rank] += size
 
 
+HOST_SHARE = 0.8  # of what a host has free: its other processes go on meanwhile
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryRoom:
     """The memory of workers that a transition may use. `in_parts`: shards can be freed tensor by tensor.
 
     `state_bytes` is what a rank may hold of all state at once, without an entry anything; `host_bytes` is
-    what it may put into host memory for a while: nothing where state lies there anyway. What is read from
-    there passes through `staging_bytes` of the device.
+    what it may put into host memory for a while: nothing where state lies there anyway. `is_far`: what is
+    read from there passes through buffers of the device.
     """
 
     state_bytes: Mapping[Rank, int]
     host_bytes: Mapping[Rank, int] = field(default_factory=dict)
-    staging_bytes: int = 0
+    is_far: bool = False
     in_parts: bool = True
 
 
-def memory_room(job: Job) -> MemoryRoom:
-    """The room of every live worker, by `cluster.gpu_memory_gb`, else by what its host or its GPU has free.
+def memory_room(job: Job, ranks: Collection[Rank]) -> MemoryRoom:
+    """The room of these workers, by `cluster.gpu_memory_gb`, else by what their hosts or GPUs have free.
 
     Copies in the memory of peers are left out of it.
     """
-    config, cluster = job.config, job.cluster
-    on = device(config)
-    on_cpu, capped = on == "cpu", config.cluster.gpu_memory_gb is not None
-    host = {gpu.rank: gpu.node for gpu in cluster.pool()}
-    state = host if on_cpu else {rank: rank for rank in host}  # a GPU has its own memory
+    config = job.config
+    on_cpu, capped = device(config) == "cpu", config.cluster.gpu_memory_gb is not None
+    node = {gpu.rank: gpu.node for gpu in job.cluster.pool()}
+    owner = node if on_cpu else {rank: rank for rank in node}  # a GPU has its own memory
+    asked = _first_of_each(node, ranks) if capped else _first_of_each(owner, ranks)
+    calls = dict.fromkeys(asked, Call("free_memory"))
+    told: Mapping[Rank, FreeMemory] = job.cluster.run(calls, what="ask for room")
+    device_bytes = _shares(owner, ranks, {rank: free.device_bytes for rank, free in told.items()})
+    host_bytes = _shares(node, ranks, {rank: free.host_bytes for rank, free in told.items()})
     held = held_bytes(job.stages)
-    if capped:
-        state_bytes = _capped(job)
-    else:
-        free = _free(job, state, "free_bytes")
-        state_bytes = {rank: held.get(rank, 0) + amount for rank, amount in free.items()}
+    free = {rank: held.get(rank, 0) + amount for rank, amount in device_bytes.items()}
+    spills = capped or not on_cpu
     return MemoryRoom(
-        state_bytes=state_bytes,
-        host_bytes=_free(job, host, "free_host_bytes") if capped or not on_cpu else {},
-        staging_bytes=0 if on_cpu else 2 * limits_on(on).bucket_bytes,
+        state_bytes=_capped(job, ranks) if capped else free,
+        host_bytes={rank: int(HOST_SHARE * amount) for rank, amount in host_bytes.items()} if spills else {},
+        is_far=not on_cpu,
         in_parts=on_cpu or gives_back_gpu_memory(),
     )
 
 
-def _capped(job: Job) -> dict[Rank, int]:
+def _capped(job: Job, ranks: Iterable[Rank]) -> dict[Rank, int]:
     """What `cluster.gpu_memory_gb` leaves every worker beside copies of peers."""
     copies: Counter[Rank] = Counter()
     for name, units in job.copies.units.items() if job.copies is not None else ():
         add_units(copies, list(units), job.stages[name])
     cap = int((job.config.cluster.gpu_memory_gb or 0.0) * 1e9)
-    return {rank: cap - copies[rank] for rank in job.cluster.ranks}
+    return {rank: cap - copies[rank] for rank in ranks}
 
 
-def _free(job: Job, owner: Mapping[Rank, int], method: str) -> dict[Rank, int]:
-    """Every worker's even part of what the owner of its memory has free, by one worker of each: if possible
-    not one that may be generating.
-    """
-    busy = set(job.stages[GENERATION].ranks)
-    ranks = job.cluster.ranks
-    first = {owner[rank]: rank for rank in sorted(ranks, key=lambda rank: rank not in busy)}
-    answers = job.cluster.run(dict.fromkeys(first.values(), Call(method)), what="ask for room")
+def _first_of_each(owner: Mapping[Rank, int], ranks: Iterable[Rank]) -> list[Rank]:
+    """One rank for each owner of memory."""
+    return list({owner[rank]: rank for rank in sorted(ranks, reverse=True) if rank in owner}.values())
+
+
+def _shares(owner: Mapping[Rank, int], ranks: Iterable[Rank], free: Mapping[Rank, int]) -> dict[Rank, int]:
+    """Every rank's even part of what the owner of its memory has free, as one of its ranks told."""
+    known = {owner[rank]: amount for rank, amount in free.items()}
     workers = Counter(owner.values())
-    out: dict[Rank, int] = {}
-    for rank in ranks:
-        free = answers.get(first.get(owner[rank], -1))
-        if free is not None:
-            out[rank] = free // workers[owner[rank]]
-    return out
+    return {rank: known[owner[rank]] // workers[owner[rank]] for rank in ranks if owner.get(rank) in known}

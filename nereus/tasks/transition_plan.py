@@ -12,12 +12,14 @@ model that does not change and of which no whole unit is left is read from its f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nereus.emu.bounded import Change, choose_together, shadow_bytes
 from nereus.emu.chain_time import Seconds
 from nereus.emu.chains import Chain
+from nereus.emu.far_copies import RUN_BYTES
 from nereus.emu.graph import TransitionGraph, build_graph
 from nereus.emu.layout import Layout, Rank
 from nereus.emu.live_spills import Devices, LiveSpills, needed_spills
@@ -72,16 +74,16 @@ def plan_transition(
     topology: Topology | None = None,
     limits: Limits | None = None,
     room: Room = AMPLE,
-    memory: MemoryRoom | None = None,
+    memory: Callable[[Transition], MemoryRoom] | None = None,
 ) -> Transition:
     """Plan the change. Ranks of new units are permuted among themselves where that moves fewer bytes.
 
     Ranks in `lost` died; `stale` names, by model-stage, live ones whose state is no source and that are
-    filled anew. Where old and new shards do not fit into `memory`, some model-stages are moved in bounded
-    mode, if need be in two transitions, of which this plans the first; where that does not serve, old shards
-    go to host memory first. Raises NoSource or InvalidOperation when the state cannot be moved, or when units
-    that share an optimizer would no longer, or the other way round; Infeasible when it does not fit into
-    `room`. Nothing has happened then.
+    filled anew. Where old and new shards do not fit into the `memory` that the workers of such a draft tell
+    to have, some model-stages are moved in bounded mode, if need be in two transitions, of which this plans
+    the first; where that does not serve, old shards go to host memory first. Raises NoSource or
+    InvalidOperation when the state cannot be moved, or when units that share an optimizer would no longer, or
+    the other way round; Infeasible when it does not fit into `room`. Nothing has happened then.
     """
     _check_sharing(now, then)
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
@@ -93,24 +95,30 @@ def plan_transition(
         stale=dict(stale or {}),
     )
     draft = _plan(now, then, ground)
-    if memory is None:
+    if memory is None or not draft.movers:
         return draft
-    held = held_bytes(now)
+    room_now, held = memory(draft), held_bytes(now)
     free = {
         rank: max(0, amount - held.get(rank, 0))
-        for rank, amount in memory.state_bytes.items()
+        for rank, amount in room_now.state_bytes.items()
         if rank not in lost
     }
-    changes = _changes(draft, now, ground, in_parts=memory.in_parts)
+    changes = _changes(draft, now, ground, in_parts=room_now.in_parts)
     try:
         moves = choose_together(changes, free)
-    except InvalidOperation:
-        if not memory.host_bytes:
+    except InvalidOperation as tight:
+        if not room_now.host_bytes:
             raise
-        devices = Devices(free_bytes=free, host_bytes=memory.host_bytes, staging_bytes=memory.staging_bytes)
-        return _plan(
-            now, then, ground, make_room=_MakeRoom(asked_bytes=shadow_bytes(changes), devices=devices)
+        devices = Devices(
+            asked_bytes=shadow_bytes(changes),
+            free_bytes=free,
+            host_bytes=room_now.host_bytes,
+            staging_bytes=_far_staging(draft) if room_now.is_far else {},
         )
+        try:
+            return _plan(now, then, ground, devices=devices)
+        except InvalidOperation as error:
+            raise InvalidOperation(f"{error}; without spills: {tight}") from tight
     if not moves:
         return draft
     if all(len(chosen.plans) == 1 for chosen in moves.values()):
@@ -138,12 +146,14 @@ def _check_sharing(now: Stages, then: Stages) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MakeRoom:
-    """What a move asks for in shadow mode beside what is there, and the devices on which that is too much."""
-
-    asked_bytes: Mapping[Rank, int]
-    devices: Devices
+def _far_staging(draft: Transition) -> dict[Rank, int]:
+    """Bytes of buffers by rank that plans need more where old shards lie on the host."""
+    out: Counter[Rank] = Counter()
+    for plan in draft.plans.values():
+        for rank in plan.ranks:
+            part = plan.rank_plan(rank)
+            out[rank] += part.far_staging_bytes - part.staging_bytes + RUN_BYTES * bool(part.copies)
+    return dict(out)
 
 
 def _plan(
@@ -151,10 +161,10 @@ def _plan(
     then: Stages,
     ground: _Ground,
     bounded: Mapping[str, ReshardPlan] | None = None,
-    make_room: _MakeRoom | None = None,
+    devices: Devices | None = None,
 ) -> Transition:
     """The transition in which the model-stages of `bounded` are moved by these plans, in bounded mode, and
-    old shards go to the hosts to `make_room`.
+    old shards go to the hosts where these `devices` lack room.
     """
     bounded = bounded or {}
     ranks = {rank for spec in (*now.values(), *then.values()) for rank in spec.ranks}
@@ -194,9 +204,9 @@ def _plan(
         plans[chain.id] = plan
     sizes = sizes_of(models)
     spills: LiveSpills = ()
-    if make_room is not None:
+    if devices is not None:
         stale = ground.stale | {optimizer_stage(name): ranks for name, ranks in ground.stale.items()}
-        spills = needed_spills(graph.chains, make_room.asked_bytes, make_room.devices, sizes, stale)
+        spills = needed_spills(graph.chains, devices, sizes, stale)
     found = schedule(graph, sizes, ground.room, ground.topology, _timed_by(plans), spills=spills)
     return Transition(
         schedule=found,

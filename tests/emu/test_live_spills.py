@@ -44,7 +44,9 @@ def test_the_cheapest_shards_that_make_enough_room_go(
     sizes: list[int], free: int, asked: int, staging: int
 ) -> None:
     chains, size = ending(*sizes)
-    devices = Devices(free_bytes={0: free}, host_bytes={0: LARGE}, staging_bytes=staging)
+    devices = Devices(
+        asked_bytes={0: asked}, free_bytes={0: free}, host_bytes={0: LARGE}, staging_bytes={0: staging}
+    )
     missing = asked - free
     able = [
         sum(some)
@@ -54,9 +56,9 @@ def test_the_cheapest_shards_that_make_enough_room_go(
     ]
     if not able:
         with pytest.raises(InvalidOperation, match="cannot move the state within the memory"):
-            needed_spills(chains, {0: asked}, devices, lambda one: (size[one.id],))
+            needed_spills(chains, devices, lambda one: (size[one.id],))
         return
-    spills = needed_spills(chains, {0: asked}, devices, lambda one: (size[one.id],))
+    spills = needed_spills(chains, devices, lambda one: (size[one.id],))
     assert sum(spill.rank_bytes for _, spill in spills) == (0 if missing <= 0 else min(able))
     for number, spill in spills:
         assert chains[number].ends[0].id in spill.units
@@ -69,9 +71,9 @@ def test_a_host_without_room_and_a_rank_without_the_shard_are_refused() -> None:
         return (size[one.id],)
 
     for host, stale in ((9, {}), (LARGE, {"actor.0": frozenset({0})})):
-        devices = Devices(free_bytes={0: 0}, host_bytes={0: host})
+        devices = Devices(asked_bytes={0: 5}, free_bytes={0: 0}, host_bytes={0: host})
         with pytest.raises(InvalidOperation, match="rank 0 lacks 5 bytes"):
-            needed_spills(chains, {0: 5}, devices, sizes, stale)
+            needed_spills(chains, devices, sizes, stale)
 
 
 def test_spills_come_before_whatever_is_made_on_their_ranks() -> None:
@@ -80,8 +82,11 @@ def test_spills_come_before_whatever_is_made_on_their_ranks() -> None:
     target = ClusterState.of([unit(1, 2, 1, 2, 3), unit(1, 1, 2, 0, 1, stage=CRITIC)], ranks)
     topology, sizes = Topology.single_node(4), sizes_of(MODELS)
     graph = build_graph(before, target, topology)
-    devices = Devices(free_bytes=dict.fromkeys(range(4), 0), host_bytes=dict.fromkeys(range(4), LARGE))
-    spills = needed_spills(graph.chains, dict.fromkeys(range(4), 1), devices, sizes)
+    each = dict.fromkeys(range(4), 1)
+    devices = Devices(
+        asked_bytes=each, free_bytes=dict.fromkeys(range(4), 0), host_bytes=dict.fromkeys(range(4), LARGE)
+    )
+    spills = needed_spills(graph.chains, devices, sizes)
     assert {rank for _, spill in spills for rank in spill.ranks} == ranks
     found = schedule(graph, sizes, Room(cap_bytes=LARGE), topology, estimated(sizes, topology), spills=spills)
     assert found.spilled_bytes == sum(spill.bytes for _, spill in spills) > 0
@@ -103,5 +108,5 @@ def _makes_on(chain: Chain, ranks: tuple[int, ...]) -> bool:
 
 def test_nothing_goes_where_there_is_room_or_none_is_counted() -> None:
     chains, size = ending(10, 20)
-    devices = Devices(free_bytes={0: 5})
-    assert needed_spills(chains, {0: 5, 1: LARGE}, devices, lambda one: (size[one.id],)) == ()
+    devices = Devices(asked_bytes={0: 5, 1: LARGE}, free_bytes={0: 5})
+    assert needed_spills(chains, devices, lambda one: (size[one.id],)) == ()

@@ -10,20 +10,28 @@ import pytest
 import torch
 
 from nereus.emu.arena import TORCH_DTYPE, ShardState, offsets
+from nereus.emu.far_copies import copy_far, runs
 from nereus.emu.kinds import Kind, KindMove, KindMoves
-from nereus.emu.lanes import HostLane
+from nereus.emu.lanes import Lanes
 from nereus.emu.layout import PhysicalTensor, Position, Shard
 from nereus.emu.local_copies import copy_local
 from nereus.emu.rank_plan import LocalCopy, Region, Side
 from nereus.emu.regions import stored_rows
+from nereus.emu.staging import StagingPool
 from nereus.emu.tensor import Box
-from nereus.kernels.regions import FlatPair
+from nereus.kernels.regions import FlatPair, RowPair, copy_rows
+from tests.emu.late_device import LateDevice
 
 SAME: KindMoves = (
     KindMove(Kind("theta", "bf16"), Kind("theta", "bf16")),
     KindMove(Kind("master", "fp32"), Kind("master", "fp32")),
 )
 CAST: KindMoves = (KindMove(Kind("master", "fp32"), Kind("theta", "bf16")), *SAME[1:])
+
+
+def pool(lanes: Lanes | None = None) -> StagingPool:
+    cpu = torch.device("cpu")
+    return StagingPool(cpu, lanes or Lanes.of(cpu))
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
@@ -106,7 +114,7 @@ def test_copies_equal_slices_and_touch_nothing_else(seed: int, moves: KindMoves)
         )
         for i, (source, target) in enumerate(boxes)
     ]
-    num_bytes = copy_local(copies, old, new, HostLane())
+    num_bytes = copy_local(copies, old, new, pool())
     for move in moves:
         for i, (source, target) in enumerate(boxes):
             part = old[move.source.name][f"t{i}"][slices(source)]
@@ -127,10 +135,42 @@ def test_tensors_that_follow_one_another_on_both_sides_are_one_copy(monkeypatch:
         for i, shape in enumerate(shapes)
         for box in [tuple((0, size) for size in shape)]
     ]
-    copy_local(copies, state, state, HostLane())
+    copy_local(copies, state, state, pool())
     ((_, _, rows),) = seen
     starts = offsets(state.shard)[0]
     assert [(source, num, width) for source, _, num, width, _, _ in rows] == [
         (0, 1, 32 + 32 + 32 + 9),
         (starts["t4"], 1, 32),
     ]
+
+
+def random_rows(rng: random.Random) -> tuple[list[RowPair], int, int]:
+    """Rows that share no element on either side, and how many elements both sides have."""
+    rows: list[RowPair] = []
+    source_at = target_at = 0
+    for _ in range(rng.randrange(1, 12)):
+        num, width = rng.choice((1, 1, 3, 7)), rng.choice((1, 4, 33, 200))
+        strides = width + rng.choice((0, 5, 300)), width + rng.choice((0, 2))
+        rows.append((source_at, target_at, num, width, *(strides if num > 1 else (width, width))))
+        source_at += num * strides[0] + rng.choice((0, 1, 6000))
+        target_at += num * strides[1] + rng.choice((0, 3))
+    rng.shuffle(rows)
+    return rows, source_at + 1, target_at + 1
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_rows_from_the_host_pass_through_small_runs(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, num_source, num_target = random_rows(rng)
+    source = torch.randn(num_source)
+    expected, found = torch.zeros(num_target), torch.zeros(num_target)
+    copy_rows([(source, expected, rows)])
+    most = rng.choice((7, 64, 1000, 1 << 20))
+    device = LateDevice(seed)
+    buffers = pool(device.for_move)
+    copy_far([(source, found, rows)], buffers, run_bytes=4 * most)
+    device.drain()
+    assert torch.equal(found, expected)
+    assert buffers.peak_bytes <= 4 * most, "one run at a time"
+    carried = sum(hi - lo for lo, hi, _ in runs(rows, most))
+    assert carried <= sum(num * stride + 4096 for _, _, num, _, stride, _ in rows)

@@ -24,6 +24,7 @@ from nereus.emu.layout import Layout
 from nereus.emu.orders import Moved, Order, Phase, SpillOrder
 from nereus.emu.rank_plan import Mode
 from nereus.emu.reshard import ReshardPlan, plan_reshard
+from nereus.emu.staging import StagingPool
 from nereus.emu.store import Store, StoreAddress
 from nereus.emu.transaction import Participant
 from nereus.emu.transport.memory import Hub, MemoryTransport
@@ -454,6 +455,59 @@ def test_a_shard_that_does_not_come_back_from_the_host_is_lost(monkeypatch: pyte
     assert (lost.key, lost.reason) == (ACTOR, "planted")
     assert ACTOR not in world[0].live
     assert not world[1].apply(decision(1, Outcome.ABORT)).lost
+
+
+def test_a_device_that_is_full_in_the_middle_of_a_move_is_a_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World((ACTOR, REMAP))
+
+    def full(self: StagingPool, num_bytes: int, writer: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(StagingPool, "take", full)
+    votes = world.together(with_spill)
+    assert not any(vote.yes for vote in votes.values())
+    assert any("buffers of what is on its way must fit" in vote.reason for vote in votes.values())
+    monkeypatch.undo()
+    world.together(lambda rank, p: p.apply(decision(1, Outcome.ABORT)))
+    for rank in world.ranks:
+        assert not differences(world[rank].live[ACTOR], direct_state(MODEL, REMAP.old[0], rank))
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError, torch.OutOfMemoryError])
+def test_a_second_try_brings_back_what_did_not_fit_at_once(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World((ACTOR, REMAP))
+    world.together(with_spill)
+    occupy, failures = Arena.occupy, [error("planted")]
+
+    def full_once(self: Arena) -> None:
+        if self.dtype == torch.float32 and failures:  # after the weights
+            raise failures.pop()
+        occupy(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "occupy", full_once)
+        assert not world[0].apply(decision(1, Outcome.ABORT)).lost
+    assert not failures
+    assert not differences(world[0].live[ACTOR], direct_state(MODEL, REMAP.old[0], 0))
+
+
+def test_a_unit_that_is_kept_may_not_be_spilled() -> None:
+    world = World((ACTOR, EXTEND))
+
+    def prepare(rank: int, participant: Participant) -> Vote:
+        participant.begin(1)
+        if rank == 0:
+            participant.spill(spilling(EXTEND.old[0]), deadline_s=5)
+        participant.prepare(order_of(EXTEND, rank), deadline_s=5)
+        return participant.vote()
+
+    votes = world.together(prepare)
+    assert not votes[0].yes, "a commit would leave it on the host"
+    assert "nothing takes its place" in votes[0].reason
+    world.together(lambda rank, p: p.apply(decision(1, Outcome.ABORT)))
+    assert not differences(world[0].live[ACTOR], direct_state(MODEL, EXTEND.old[0], 0))
 
 
 def test_a_host_without_room_fails_the_epoch_and_the_shard_stays(monkeypatch: pytest.MonkeyPatch) -> None:

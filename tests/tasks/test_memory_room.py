@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nereus.emu.cluster import Call
+from nereus.emu.device_memory import FreeMemory
 from nereus.tasks.memory_room import MemoryRoom, memory_room
 from tests.tasks.test_transition_plan import TRAINING, stage, stages
 
@@ -21,7 +22,7 @@ class Gpu:
 
 @dataclass
 class FakeCluster:
-    """Two hosts with two workers each; every worker that is asked has 1,000 bytes free."""
+    """Two hosts with two workers each; every worker has 1,000 bytes free, every host 2,000."""
 
     ranks: tuple[int, ...] = (0, 1, 2, 3)
     asked: list[int] = field(default_factory=list)
@@ -29,9 +30,9 @@ class FakeCluster:
     def pool(self) -> tuple[Gpu, ...]:
         return tuple(Gpu(rank, rank // 2) for rank in self.ranks)
 
-    def run(self, calls: Mapping[int, Call], *, what: str) -> dict[int, int]:
+    def run(self, calls: Mapping[int, Call], *, what: str) -> dict[int, FreeMemory]:
         self.asked += calls
-        return dict.fromkeys(calls, 1000)
+        return dict.fromkeys(calls, FreeMemory(device_bytes=1000, host_bytes=2000))
 
 
 @dataclass
@@ -55,7 +56,7 @@ class FakeJob:
 
 def room(device: str, cap_gb: float | None = None) -> tuple[MemoryRoom, FakeCluster]:
     job: Any = FakeJob(Config(ClusterPart(device, cap_gb)))
-    return memory_room(job), job.cluster
+    return memory_room(job, job.cluster.ranks), job.cluster
 
 
 def test_workers_of_one_host_share_its_memory() -> None:
@@ -70,11 +71,10 @@ def test_workers_of_one_host_share_its_memory() -> None:
 
 def test_a_gpu_has_room_of_its_own_and_shares_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     found, cluster = room("cuda")
-    assert set(cluster.asked) == {0, 1, 2, 3}, "every GPU"
-    assert len(cluster.asked) == 6, "and one worker of each host"
+    assert sorted(cluster.asked) == [0, 1, 2, 3], "once"
     assert found.state_bytes[2] == found.state_bytes[3] == 1000
-    assert found.host_bytes == dict.fromkeys(range(4), 500)
-    assert found.staging_bytes > 0
+    assert found.host_bytes == dict.fromkeys(range(4), 800), "and some of it is left to others"
+    assert found.is_far
     assert not found.in_parts
     monkeypatch.setenv("NEREUS_GPU_PAGES", "1")
     assert room("cuda")[0].in_parts
@@ -84,5 +84,13 @@ def test_a_gpu_has_room_of_its_own_and_shares_its_host(monkeypatch: pytest.Monke
 def test_a_cap_stands_for_what_is_free_and_leaves_the_host_to_spills(device: str) -> None:
     found, cluster = room(device, 1e-6)
     assert found.state_bytes == dict.fromkeys(range(4), 1000)
-    assert found.host_bytes == dict.fromkeys(range(4), 500)
-    assert len(cluster.asked) == 2
+    assert found.host_bytes == dict.fromkeys(range(4), 800)
+    assert len(cluster.asked) == 2, "one worker of each host"
+
+
+def test_only_workers_that_have_a_part_are_asked() -> None:
+    job: Any = FakeJob(Config(ClusterPart("cuda")))
+    found = memory_room(job, (1, 3))
+    assert sorted(job.cluster.asked) == [1, 3]
+    assert found.state_bytes.keys() == found.host_bytes.keys() == {1, 3}
+    assert found.host_bytes[1] == 800, "its share of a host with two workers"

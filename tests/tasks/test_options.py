@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +16,7 @@ from nereus.emu.cluster import PooledGpu
 from nereus.emu.decoder import decoder_spec
 from nereus.emu.layout import Layout
 from nereus.emu.stage import FromStage, Role, StageSpec
+from nereus.errors import ConfigError
 from nereus.planner.adapt import Controller, first
 from nereus.planner.lengths import LengthDistribution
 from nereus.planner.models import model_shape
@@ -21,6 +27,7 @@ from nereus.planner.signals import Gpu, Signals
 from nereus.planner.stage_gains import StageGains
 from nereus.planner.transition_time import FixedCosts
 from nereus.planner.workload import Algorithm, ModelShapes, Recompute, Workload
+from nereus.tasks import fixed_options
 from nereus.tasks.adapt import Adapter, with_options
 from nereus.tasks.dealing import rounds
 from nereus.tasks.fixed_options import less_at_once
@@ -124,3 +131,18 @@ def test_given_layouts_take_less_at_once_where_they_no_longer_fit() -> None:
     assert lean["actor.training"].train_rows == 1
     assert lean["actor.training"].units == narrow["actor.training"].units
     assert less_at_once(request, _given(1)) is None
+
+
+def test_layouts_that_the_planner_would_not_make_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three GPUs on a node and a unit of two: an emergency must not end such a job."""
+    request = _adapter(1024).controller.request
+    pool = replace(request.cluster.pools[0], gpus_per_node=3, num_nodes=1)
+    odd = replace(request, cluster=replace(request.cluster, pools=(pool,)))
+    stages = _given(2)
+    with pytest.raises(ConfigError):
+        less_at_once(odd, stages)
+    monkeypatch.setattr(fixed_options, "request_of", lambda *_: odd)
+    job: Any = SimpleNamespace(
+        config=None, prepared=SimpleNamespace(models={}, prompts=SimpleNamespace(longest=1))
+    )
+    assert fixed_options.fitted(job, stages) is stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -124,6 +125,16 @@ def shards(given: dict[str, StageSpec]) -> list[tuple[str, int, Layout]]:
     ]
 
 
+def told(room: MemoryRoom) -> Callable[[Transition], MemoryRoom]:
+    """Workers that have this room, and a part in what is drafted."""
+
+    def room_of(draft: Transition) -> MemoryRoom:
+        assert set(draft.movers) <= set(room.state_bytes)
+        return room
+
+    return room_of
+
+
 def kinds(transition: Transition, model_stage: str) -> list[str]:
     return [o.kind for o in transition.operations if o.model_stage == model_stage]
 
@@ -172,7 +183,7 @@ def test_a_live_rank_whose_state_is_stale_is_filled_anew_in_that_model_stage_alo
 
 def test_without_room_for_both_shards_one_replica_waits_for_a_second_transition() -> None:
     now, then = stages(stage(TRAINING, 2, 1, 2)), stages(stage(TRAINING, 1, 1, 4))
-    shadow = plan_transition(now, then, memory=MemoryRoom(state_bytes=dict.fromkeys(range(4), 1 << 30)))
+    shadow = plan_transition(now, then, memory=told(MemoryRoom(state_bytes=dict.fromkeys(range(4), 1 << 30))))
     assert (shadow.bounded, shadow.halfway) == (frozenset(), False)
     most = max(
         held_bytes(now)[rank] + plan.peak_bytes(rank) for plan in shadow.plans.values() for rank in range(4)
@@ -191,7 +202,7 @@ def test_without_room_for_both_shards_one_replica_waits_for_a_second_transition(
         (kept,) = [unit for unit in first.stages[TRAINING].units if unit.tp == 2]
         assert kept in now[TRAINING].units
     tightest = next(room for room in fits if (one := _planned(now, then, room)) is not None and one.bounded)
-    second = plan_transition(found[0].stages, then, memory=MemoryRoom(state_bytes=tightest))
+    second = plan_transition(found[0].stages, then, memory=told(MemoryRoom(state_bytes=tightest)))
     assert not second.halfway
     assert {unit.tp for unit in second.stages[TRAINING].units} == {1}
     for transition in (found[0], second):
@@ -208,9 +219,9 @@ def test_where_no_replica_can_be_left_alone_old_shards_go_to_the_host_first() ->
     beside = {rank: plan.peak_bytes(rank) - plan.held_bytes(rank) for rank in held}
     tight = {rank: held[rank] + beside[rank] - plan.held_bytes(rank) for rank in held}
     with pytest.raises(InvalidOperation, match="bounded mode frees old storage"):
-        plan_transition(now, then, memory=MemoryRoom(state_bytes=tight))
+        plan_transition(now, then, memory=told(MemoryRoom(state_bytes=tight)))
     hosts = dict.fromkeys(held, 1 << 30)
-    found = plan_transition(now, then, memory=MemoryRoom(state_bytes=tight, host_bytes=hosts))
+    found = plan_transition(now, then, memory=told(MemoryRoom(state_bytes=tight, host_bytes=hosts)))
     assert (found.bounded, found.halfway, found.asked) == (frozenset(), False, asked_of(then))
     spill, merge = found.operations
     assert (spill.kind, spill.ranks, spill.after) == ("spill", (0, 1), ())
@@ -220,10 +231,18 @@ def test_where_no_replica_can_be_left_alone_old_shards_go_to_the_host_first() ->
     for order in spill.orders.values():
         assert isinstance(order, SpillOrder)
         assert order.unit in plan.old
-    # A byte less, and not even that helps.
-    tight[1] -= 1
-    with pytest.raises(InvalidOperation, match="rank 1 lacks"):
-        plan_transition(now, then, memory=MemoryRoom(state_bytes=tight, host_bytes=hosts))
+    # A byte less, or buffers for what the device reads from there, and not even that helps.
+    short = replace_rank(tight, 1, -1)
+    for room in (
+        MemoryRoom(state_bytes=short, host_bytes=hosts),
+        MemoryRoom(state_bytes=tight, host_bytes=hosts, is_far=True),
+    ):
+        with pytest.raises(InvalidOperation, match=r"rank \d lacks .*; without spills: .*bounded mode"):
+            plan_transition(now, then, memory=told(room))
+
+
+def replace_rank(amounts: dict[int, int], rank: int, more: int) -> dict[int, int]:
+    return amounts | {rank: amounts[rank] + more}
 
 
 def test_shards_whose_memory_comes_back_as_a_whole_go_to_the_host_where_bounded_mode_would_do() -> None:
@@ -234,8 +253,8 @@ def test_shards_whose_memory_comes_back_as_a_whole_go_to_the_host_where_bounded_
         for rank in plan.ranks
     )
     room = MemoryRoom(state_bytes=dict.fromkeys(range(4), most), host_bytes=dict.fromkeys(range(4), 1 << 30))
-    assert plan_transition(now, then, memory=room).bounded
-    whole = plan_transition(now, then, memory=replace(room, in_parts=False))
+    assert plan_transition(now, then, memory=told(room)).bounded
+    whole = plan_transition(now, then, memory=told(replace(room, in_parts=False)))
     assert not whole.bounded
     assert kinds(whole, TRAINING).count("spill") == 2, "one for each unit"
 
@@ -244,7 +263,7 @@ def _planned(
     now: dict[str, StageSpec], then: dict[str, StageSpec], room: dict[int, int]
 ) -> Transition | None:
     try:
-        return plan_transition(now, then, memory=MemoryRoom(state_bytes=room))
+        return plan_transition(now, then, memory=told(MemoryRoom(state_bytes=room)))
     except InvalidOperation:
         return None
 
