@@ -8,10 +8,12 @@ master, two moments). Ours reads the peers' memory; `ours over gloo` is the same
 permitted, and all other methods use gloo on the loopback or files. Each method moves the same numbers and
 its result is compared bit for bit with shards built directly, except the floors, which move bytes without
 meaning. Ours and the floors take turns, repeat by repeat. New storage is allocated and touched before the
-clock starts. Wall is the median over repeats from barrier to barrier, best is the least; CPU is the least
-sum over processes. Ratios are of best walls, since other work on the machine only adds to them. Bytes are
-those that cross between processes (checkpoints: written plus read); the bound is what no method can go
-below with the best placement. Peak is the largest growth of any process's resident memory during the move.
+clock starts. Wall is the median over repeats, from the first process's beginning to the last one's end, by
+the clock that all processes of a machine share; best is the least. (One process's own clock would miss what
+the others do before it is scheduled.) CPU is the least sum over processes. Ratios are of best walls, since
+other work on the machine only adds to them. Bytes are those that cross between processes (checkpoints:
+written plus read); the bound is what no method can go below with the best placement. Peak is the largest
+growth of any process's resident memory during the move.
 Peers that are not installed are reported as such.
 """
 
@@ -250,15 +252,14 @@ class Timed:
     compared: bool = False
 
     def run(self, new: ShardState | None, *, counts: bool) -> None:
-        """Move once from barrier to barrier; the first result is compared."""
+        """Move once, after a barrier; the first result is compared."""
         gc.collect()
         before = reset_peak()
         dist.barrier()
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu, began_s = time.process_time(), time.perf_counter()
         self.received = self.move(new)
-        cpu = time.process_time() - cpu
-        dist.barrier()
-        wall = time.perf_counter() - wall
+        cpu, ended_s = time.process_time() - cpu, time.perf_counter()
+        wall = from_first_to_last(began_s, ended_s)
         self.peaks.append(largest(peak_growth(before)))
         if counts:
             self.walls.append(wall)
@@ -295,6 +296,13 @@ def over(crossed: float, bound: int) -> float:
 
 def _absent(case: Case, method: Method, why: str) -> Row:
     return Row(case=case.name, processes=case.processes, method=method.key, title=method.title, remark=why)
+
+
+def from_first_to_last(began_s: float, ended_s: float) -> float:
+    """Seconds from the first process's beginning to the last one's end. Collective."""
+    both = torch.tensor([-began_s, ended_s], dtype=torch.float64)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return float(both.sum())
 
 
 def total(value: float) -> float:
