@@ -42,6 +42,7 @@ from nereus.emu.executor import Executor
 from nereus.emu.host_copy import HostCopy
 from nereus.emu.layout import Rank, shard
 from nereus.emu.orders import Applied, Lost, Moved, Order, Phase, SpillOrder
+from nereus.emu.prepared import Prepared
 from nereus.emu.rank_plan import RankPlan
 from nereus.emu.tensor import ModelSpec
 from nereus.emu.transport.protocol import Deadline
@@ -57,29 +58,6 @@ class _NoRoom(Exception):
 
 
 @dataclass(eq=False)
-class _Prepared:
-    epoch: int
-    orders: list[Order] = field(default_factory=list)
-    shadows: dict[str, ShardState | None] = field(default_factory=dict)
-    spilled: dict[str, HostCopy] = field(default_factory=dict)
-    done: list[Moved] = field(default_factory=list)
-    reason: str = ""
-    vote: Vote | None = None
-    deadline_s: float = 0.0
-
-    @property
-    def left_on_host(self) -> set[str]:
-        """Model-stages whose shard a commit would leave in host memory."""
-        kept = {key for key, copy in self.spilled.items() if self.shadows.get(key) is copy.state}
-        return kept | (self.spilled.keys() - self.targets)
-
-    @property
-    def targets(self) -> set[str]:
-        """Model-stages that an order has made or dropped."""
-        return {order.target for order in self.orders if order.changes_target}
-
-
-@dataclass(eq=False)
 class Participant:
     """A worker's side. `live` maps a model-stage to the shard that counts; only commit changes it."""
 
@@ -91,7 +69,7 @@ class Participant:
     epoch: int = 0
     control: str = ""
     _newest: int = 0
-    _prepared: _Prepared | None = None
+    _prepared: Prepared | None = None
 
     @property
     def undecided(self) -> int | None:
@@ -105,7 +83,7 @@ class Participant:
         """
         self._require_fresh(epoch)
         self._newest = epoch
-        self._prepared = _Prepared(epoch=epoch)
+        self._prepared = Prepared(epoch=epoch)
         self.observe(Phase.BEGUN)
 
     def prepare(self, order: Order, *, deadline_s: float) -> Moved:
@@ -130,7 +108,7 @@ class Participant:
         prepared = self._require_open(f"spill {order.source}")
         return self._do(prepared, deadline_s, lambda deadline: self._spill(order, prepared, deadline))
 
-    def _do(self, prepared: _Prepared, deadline_s: float, work: Callable[[Deadline], Moved]) -> Moved:
+    def _do(self, prepared: Prepared, deadline_s: float, work: Callable[[Deadline], Moved]) -> Moved:
         """Do a part of the epoch unless it has failed; the first failure fails it."""
         start = time.monotonic()
         prepared.deadline_s = deadline_s
@@ -166,7 +144,7 @@ class Participant:
         self.observe(Phase.PREPARED)
         return vote
 
-    def _move(self, order: Order, prepared: _Prepared, deadline: Deadline) -> Moved:
+    def _move(self, order: Order, prepared: Prepared, deadline: Deadline) -> Moved:
         plan, old = order.plan, self._source(order, prepared)
         moved = Moved(worker=self.worker, epoch=prepared.epoch)
         if plan.mode == "bounded":
@@ -184,7 +162,7 @@ class Participant:
         plan: RankPlan,
         old: ShardState | None,
         new: ShardState | None,
-        prepared: _Prepared,
+        prepared: Prepared,
         deadline: Deadline,
     ) -> int:
         """Move the bytes; returns how many were sent. Raises _NoRoom when buffers do not fit."""
@@ -200,7 +178,7 @@ class Participant:
                 )
             ) from error
 
-    def _spill(self, order: SpillOrder, prepared: _Prepared, deadline: Deadline) -> Moved:
+    def _spill(self, order: SpillOrder, prepared: Prepared, deadline: Deadline) -> Moved:
         state = self._held(order.source, order.model, order.unit)
         num_bytes = state.num_bytes
         try:
@@ -217,13 +195,13 @@ class Participant:
         self.observe(Phase.SPILLED)
         return Moved(worker=self.worker, epoch=prepared.epoch, spilled_bytes=num_bytes)
 
-    def _withdraw(self, prepared: _Prepared) -> None:
+    def _withdraw(self, prepared: Prepared) -> None:
         """Let the peers know now, not at the deadline: those connected, and those who wait to connect."""
         self.executor.transport.close(prepared.epoch, broken=True)
         for order in prepared.orders:
             self._decline(prepared, order)
 
-    def _decline(self, prepared: _Prepared, order: Order) -> None:
+    def _decline(self, prepared: Prepared, order: Order) -> None:
         plan = order.plan
         if self.worker in plan.ranks:
             # Without the store nobody can be told; the peers then wait until their deadline.
@@ -248,7 +226,7 @@ class Participant:
                 )
             ) from error
 
-    def _source(self, order: Order, prepared: _Prepared) -> ShardState | None:
+    def _source(self, order: Order, prepared: Prepared) -> ShardState | None:
         """The shard that the plan reads, where it lies now. Raises InvalidOperation when the live one is not
         the one planned for.
         """
@@ -293,7 +271,7 @@ class Participant:
             )
         return self._commit(prepared, decision) if decision.commits else self._abort(prepared)
 
-    def _commit(self, prepared: _Prepared, decision: Decision) -> Applied:
+    def _commit(self, prepared: Prepared, decision: Decision) -> Applied:
         if prepared.vote is None or not prepared.vote.yes:
             raise _refused(
                 f"worker {self.worker} cannot commit epoch {prepared.epoch}",
@@ -313,7 +291,7 @@ class Participant:
         self._release(decision.epoch, broken=bool(applied.lost))
         return applied
 
-    def _move_bounded(self, prepared: _Prepared) -> Applied:
+    def _move_bounded(self, prepared: Prepared) -> Applied:
         """Run the moves that free their source. One that fails leaves nothing of its state."""
         lost: list[Lost] = []
         sent_bytes: dict[str, int] = {}
@@ -337,7 +315,7 @@ class Participant:
                     lost.append(Lost(key=order.target, reason=str(error).splitlines()[0]))
         return Applied(lost=tuple(lost), sent_bytes=sent_bytes)
 
-    def _abort(self, prepared: _Prepared) -> Applied:
+    def _abort(self, prepared: Prepared) -> Applied:
         # First the pointers: whatever fails below, the old layout holds and nothing of the epoch is left.
         self._prepared = None
         prepared.shadows.clear()
@@ -351,7 +329,7 @@ class Participant:
         self.observe(Phase.ABORTED)
         return Applied(lost=lost)
 
-    def _put_back(self, prepared: _Prepared) -> tuple[Lost, ...]:
+    def _put_back(self, prepared: Prepared) -> tuple[Lost, ...]:
         """Bring what was spilled back to the device; what does not come back is live no more."""
         lost: list[Lost] = []
         vacated = {key: self.live.pop(key) for key in prepared.spilled}
@@ -367,7 +345,7 @@ class Participant:
         self.executor.transport.close(epoch, broken=broken)
         self.executor.pool.forget()
 
-    def _require_open(self, doing: str, order: Order | None = None) -> _Prepared:
+    def _require_open(self, doing: str, order: Order | None = None) -> Prepared:
         prepared = self._prepared
         if prepared is None or prepared.vote is not None:
             raise _refused(
@@ -383,7 +361,7 @@ class Participant:
             )
         return prepared
 
-    def _require_prepared(self) -> _Prepared:
+    def _require_prepared(self) -> Prepared:
         if self._prepared is None:
             raise _refused(
                 f"worker {self.worker} has nothing to decide",
