@@ -48,6 +48,7 @@ def test_fp16_follows_fp32_through_a_transition(make_config: Make, model_folder:
     )
 
 
+@pytest.mark.slow
 def test_an_overflow_is_tried_again_with_half_the_scale_which_checkpoints_keep(
     make_config: Make, model_folder: str
 ) -> None:
