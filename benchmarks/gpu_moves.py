@@ -289,14 +289,7 @@ def _timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
     call()
-    times = []
-    for _ in range(3):
-        _wait(device)
-        start = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(_timed(call, device)[1] for _ in range(3))
 
 
 def _wait(device: torch.device) -> None:

@@ -8,7 +8,7 @@ every unit changes, the change is made in two stages, one replica being left for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nereus.emu.layout import Rank
@@ -126,7 +126,7 @@ def choose_together(changes: Mapping[str, Change], free_bytes: Mapping[Rank, int
     `free_bytes` is what ranks may hold beside what they hold now. Raises InvalidOperation when nothing fits.
     """
     shadow = {name: _beside(change.plans) for name, change in changes.items()}
-    asked = shadow_bytes(changes)
+    asked = _together(shadow.values())
     if all(asked.get(rank, 0) <= free for rank, free in free_bytes.items()):
         return {}
     tight = {name: _tight(change) for name, change in changes.items()}
@@ -158,15 +158,19 @@ def choose_together(changes: Mapping[str, Change], free_bytes: Mapping[Rank, int
 
 def shadow_bytes(changes: Mapping[str, Change]) -> dict[Rank, int]:
     """Most bytes by rank that all changes hold in shadow mode beside the old shards."""
+    return _together(_beside(change.plans) for change in changes.values())
+
+
+def _together(amounts: Iterable[Mapping[Rank, int]]) -> dict[Rank, int]:
     out: Counter[Rank] = Counter()
-    for change in changes.values():
-        out.update(_beside(change.plans))
+    for each in amounts:
+        out.update(each)
     return dict(out)
 
 
 def _check_fit(beside: Mapping[str, Mapping[Rank, int]], free_bytes: Mapping[Rank, int]) -> None:
-    asked = {rank: sum(one.get(rank, 0) for one in beside.values()) for rank in free_bytes}
-    if short := {rank: amount for rank, amount in asked.items() if amount > free_bytes[rank]}:
+    asked = _together(beside.values())
+    if short := {rank: asked[rank] for rank, free in free_bytes.items() if asked.get(rank, 0) > free}:
         rank, amount = next(iter(short.items()))
         raise InvalidOperation(
             explain(

@@ -159,8 +159,14 @@ def gpu_driver(device: torch.device) -> Driver | None:
     """The driver of a GPU; None where it is absent, or too old for this."""
     if not torch.cuda.is_available():
         return None
-    vendor = "hip" if torch.version.hip else "cuda"
     try:
-        return GpuDriver(device, ctypes.CDLL(LIBRARIES[vendor]), vendor)
+        vendor, library = vendor_library()
+        return GpuDriver(device, library, vendor)
     except OSError:
         return None
+
+
+def vendor_library() -> tuple[str, ctypes.CDLL]:
+    """The vendor that torch was built for, and its driver. Raises OSError where that is absent."""
+    vendor = "hip" if torch.version.hip else "cuda"
+    return vendor, ctypes.CDLL(LIBRARIES[vendor])

@@ -6,15 +6,13 @@ hardware yet; tested with a library of the tests' own.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from ctypes import c_size_t, c_uint, c_void_p
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from nereus.emu.gpu_driver import LIBRARIES
+from nereus.emu.gpu_driver import vendor_library
 
 NAMES = {
     "cuda": ("cuMemHostRegister_v2", "cuMemHostUnregister"),
@@ -28,13 +26,12 @@ def lock_pages(flat: Tensor) -> bool:
 
     The process has used its GPU before, in this thread.
     """
-    vendor = "hip" if torch.version.hip else "cuda"
-    lock, unlock = NAMES[vendor]
     address, num_bytes = c_void_p(flat.data_ptr()), flat.numel() * flat.element_size()
     if not num_bytes:
         return False
     try:
-        library = ctypes.CDLL(LIBRARIES[vendor])
+        vendor, library = vendor_library()
+        lock, unlock = NAMES[vendor]
         refused = library[lock](address, c_size_t(num_bytes), c_uint(FOR_ALL_CONTEXTS))
     except (OSError, AttributeError):
         return False

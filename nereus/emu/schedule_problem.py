@@ -133,16 +133,10 @@ class Problem:
         """Task `number` finds on the host what it would release in bin `place`; a new task takes it there."""
         task, ranks = self.tasks[number], self.bins[place]
         amount = dict(task.releases)[place]
-        seconds = amount / room.host_bytes_per_s
-        spill = Task(
-            chain=task.chain,
-            seconds=seconds,
-            copies=mask_of(ranks),
-            releases=((place, amount),),
-            spill=Spill(units=units, ranks=ranks, rank_bytes=amount),
-        )
+        copied = Spill(units=units, ranks=ranks, rank_bytes=amount)
+        spill = _copying(task.chain, copied, room)._replace(releases=((place, amount),))
         reader = task._replace(
-            seconds=task.seconds + seconds,
+            seconds=task.seconds + spill.seconds,
             releases=tuple(item for item in task.releases if item[0] != place),
             after=(*task.after, len(self.tasks)),
         )
@@ -153,14 +147,19 @@ class Problem:
         """These spills, each of the shards that a chain ends, come before whatever is made on their ranks."""
         tasks = list(self.tasks)
         for chain, spill in spills:
-            number, ranks = len(tasks), mask_of(spill.ranks)
-            seconds = spill.rank_bytes / room.host_bytes_per_s
-            for at, task in enumerate(self.tasks):
-                if at == chain or task.receives & ranks:
-                    later = tasks[at]._replace(after=(*tasks[at].after, number))
-                    tasks[at] = later._replace(seconds=later.seconds + seconds * (at == chain))
-            tasks.append(Task(chain=chain, seconds=seconds, copies=ranks, spill=spill))
+            copying = _copying(chain, spill, room)
+            for at, task in enumerate(tasks):
+                if at == chain or task.receives & copying.copies:
+                    seconds = task.seconds + (copying.seconds if at == chain else 0.0)
+                    tasks[at] = task._replace(seconds=seconds, after=(*task.after, len(tasks)))
+            tasks.append(copying)
         return replace(self, tasks=tuple(tasks))
+
+
+def _copying(chain: int, spill: Spill, room: Room) -> Task:
+    """The task that takes these shards of a chain to the host."""
+    seconds = spill.rank_bytes / room.host_bytes_per_s
+    return Task(chain=chain, seconds=seconds, copies=mask_of(spill.ranks), spill=spill)
 
 
 def mask_of(ranks: Iterable[Rank]) -> RankMask:

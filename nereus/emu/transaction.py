@@ -31,8 +31,8 @@ connected, and the move runs after the decision. A replica that the plan keeps m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from nereus.emu.arena import ShardState
@@ -55,6 +55,16 @@ Allocate = Callable[[Order], ShardState]
 
 class _NoRoom(Exception):
     """The allocator refused; becomes a no vote or a lost unit."""
+
+
+@contextmanager
+def _room_to(attempt: str, *, asked: str = "", rule: str, remedy: str) -> Iterator[None]:
+    """What the allocator refuses inside is _NoRoom, in these words; torch tells it by a RuntimeError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        values = f"{asked}{str(error).splitlines()[0]}"
+        raise _NoRoom(explain(attempt, values=values, rule=rule, remedy=remedy)) from error
 
 
 @dataclass(eq=False)
@@ -166,32 +176,23 @@ class Participant:
         deadline: Deadline,
     ) -> int:
         """Move the bytes; returns how many were sent. Raises _NoRoom when buffers do not fit."""
-        try:
+        with _room_to(
+            f"worker {self.worker} cannot move its shard of {plan.new or plan.old}",
+            rule="buffers of what is on its way must fit beside old and new shards",
+            remedy="free memory on this device",
+        ):
             return self.executor.run(plan, old, new, epoch=prepared.epoch, deadline=deadline).sent_bytes
-        except (MemoryError, RuntimeError) as error:  # torch's, of a device that is full
-            raise _NoRoom(
-                explain(
-                    f"worker {self.worker} cannot move its shard of {plan.new or plan.old}",
-                    values=str(error).splitlines()[0],
-                    rule="buffers of what is on its way must fit beside old and new shards",
-                    remedy="free memory on this device",
-                )
-            ) from error
 
     def _spill(self, order: SpillOrder, prepared: Prepared, deadline: Deadline) -> Moved:
         state = self._held(order.source, order.model, order.unit)
         num_bytes = state.num_bytes
-        try:
+        with _room_to(
+            f"worker {self.worker} cannot put its shard of {order.unit} into host memory",
+            asked=f"{num_bytes} bytes; ",
+            rule="the host holds what is spilled until the decision",
+            remedy="free memory on the host",
+        ):
             prepared.spilled[order.source] = HostCopy.take(state, self.executor.lanes, deadline)
-        except (MemoryError, RuntimeError) as error:
-            raise _NoRoom(
-                explain(
-                    f"worker {self.worker} cannot put its shard of {order.unit} into host memory",
-                    values=f"{num_bytes} bytes; {str(error).splitlines()[0]}",
-                    rule="the host holds what is spilled until the decision",
-                    remedy="free memory on the host",
-                )
-            ) from error
         self.observe(Phase.SPILLED)
         return Moved(worker=self.worker, epoch=prepared.epoch, spilled_bytes=num_bytes)
 
@@ -214,17 +215,12 @@ class Participant:
         """The shard that the plan fills: a fresh one, or the old one of a unit that is kept."""
         if order.plan.new is None or order.plan.new == order.plan.old:
             return None if order.plan.new is None else old
-        try:
+        with _room_to(
+            f"worker {self.worker} has no memory for its shard of {order.plan.new}",
+            rule="shadow mode holds the old and the new shard at once",
+            remedy="use bounded mode, or free memory first",
+        ):
             return self.allocate(order)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when it cannot allocate
-            raise _NoRoom(
-                explain(
-                    f"worker {self.worker} has no memory for its shard of {order.plan.new}",
-                    values=str(error).splitlines()[0],
-                    rule="shadow mode holds the old and the new shard at once",
-                    remedy="use bounded mode, or free memory first",
-                )
-            ) from error
 
     def _source(self, order: Order, prepared: Prepared) -> ShardState | None:
         """The shard that the plan reads, where it lies now. Raises InvalidOperation when the live one is not
@@ -332,11 +328,12 @@ class Participant:
     def _put_back(self, prepared: Prepared) -> tuple[Lost, ...]:
         """Bring what was spilled back to the device; what does not come back is live no more."""
         lost: list[Lost] = []
-        vacated = {key: self.live.pop(key) for key in prepared.spilled}
+        for key in prepared.spilled:
+            del self.live[key]
         for key, copy in prepared.spilled.items():
             try:
                 copy.put_back(self.executor.lanes, Deadline.after(prepared.deadline_s))
-                self.live[key] = vacated[key]
+                self.live[key] = copy.vacated
             except (MemoryError, RuntimeError, OSError, TransportError) as error:
                 lost.append(Lost(key=key, reason=str(error).splitlines()[0]))
         return tuple(lost)

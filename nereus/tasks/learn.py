@@ -75,18 +75,17 @@ def _optimizer_step(
     lengths = (batch.batch.prompt_lens_b + batch.batch.response_lens_b).tolist()
     limit = micro_batch_limit(job.config, spec, spec.train_rows)
     shares = deal_rows(lengths, num_units=len(spec.units), limit=limit)
-    calls: dict[Rank, Call] = {}
+    sent: dict[Rank, object] = {}
     for unit, micros in zip(spec.units, shares, strict=True):
         parts = [cut_batch(batch, micro) for micro in micros]
-        sent = parts if len(unit.ranks) == 1 else job.cluster.share(parts)
-        call = Call("train_step", (stage, sent, loss, counts, learning_rate))
-        calls |= dict.fromkeys(unit.ranks, call)
+        sent |= dict.fromkeys(unit.ranks, parts if len(unit.ranks) == 1 else job.cluster.share(parts))
 
     def take(loss_scale: float) -> TrainMetrics:
-        scaled = {
-            rank: replace(call, arguments=(*call.arguments, loss_scale)) for rank, call in calls.items()
+        calls = {
+            rank: Call("train_step", (stage, micro, loss, counts, learning_rate, loss_scale))
+            for rank, micro in sent.items()
         }
-        metrics: TrainMetrics = job.cluster.run(scaled, what=f"learn {stage}")[spec.ranks[0]]
+        metrics: TrainMetrics = job.cluster.run(calls, what=f"learn {stage}")[spec.ranks[0]]
         return metrics
 
     return _scaled(job, stage, take) if spec.model.dtype == "fp16" else take(1.0)

@@ -70,8 +70,7 @@ def memory_room(job: Job, ranks: Collection[Rank]) -> MemoryRoom:
     on_cpu, capped = device(config) == "cpu", config.cluster.gpu_memory_gb is not None
     node = {gpu.rank: gpu.node for gpu in job.cluster.pool()}
     owner = node if on_cpu else {rank: rank for rank in node}  # a GPU has its own memory
-    asked = _first_of_each(node, ranks) if capped else _first_of_each(owner, ranks)
-    calls = dict.fromkeys(asked, Call("free_memory"))
+    calls = dict.fromkeys(_first_of_each(node if capped else owner, ranks), Call("free_memory"))
     told: Mapping[Rank, FreeMemory] = job.cluster.run(calls, what="ask for room")
     device_bytes = _shares(owner, ranks, {rank: free.device_bytes for rank, free in told.items()})
     host_bytes = _shares(node, ranks, {rank: free.host_bytes for rank, free in told.items()})

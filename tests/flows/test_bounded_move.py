@@ -14,10 +14,10 @@ from nereus.flows.campaign import campaign
 from nereus.flows.post_training import run_steps
 from nereus.record.emergencies import Way, read_emergencies
 from nereus.record.metrics import read_records
-from nereus.record.step import StepRecord
 from nereus.record.transitions import read_transitions
 from nereus.tasks.job import open_job
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.curves import same_steps
 
 pytestmark = pytest.mark.usefixtures("server", "ray_pool")
 Make = Callable[..., CampaignConfig]
@@ -34,17 +34,6 @@ def _parts(gpus: list[int]) -> dict[str, Any]:
     }
 
 
-def _equal(ours: list[StepRecord], theirs: list[StepRecord]) -> None:
-    assert [(r.step, r.version, r.position) for r in ours] == [
-        (r.step, r.version, r.position) for r in theirs
-    ]
-    assert [r.response_tokens for r in ours] == [r.response_tokens for r in theirs]
-    # Another layout sums in another order; everything else is the same.
-    assert [r.stats["loss/actor"] for r in ours] == pytest.approx(
-        [r.stats["loss/actor"] for r in theirs], abs=1e-4
-    )
-
-
 @pytest.mark.slow
 def test_where_every_unit_changes_one_replica_waits_for_a_second_transition(make_config: Make) -> None:
     """A training rank holds 0.13 MB, then 0.26 MB; both at once, with what is on the way, take 0.53 MB."""
@@ -54,7 +43,7 @@ def test_where_every_unit_changes_one_replica_waits_for_a_second_transition(make
         name="tight", changes=[change], cluster=CLUSTER | {"gpu_memory_gb": 5e-4}, **_parts([0, 1, 2, 3])
     )
     undisturbed = read_records(campaign(ample).metrics)
-    _equal(read_records(campaign(tight).metrics), undisturbed)
+    same_steps(read_records(campaign(tight).metrics), undisturbed, within=1e-4)
     (shadow,) = read_transitions(ample.run_folder)
     assert (shadow.bounded, shadow.halfway) == ([], False)
     first, second = read_transitions(tight.run_folder)
@@ -106,4 +95,4 @@ def test_a_worker_that_dies_in_a_bounded_move_costs_no_sample(make_config: Make)
     assert (moved.outcome, moved.bounded, moved.halfway) == ("commit", ["actor.training"], False)
     (emergency,) = read_emergencies(config.run_folder)
     assert (emergency.gone, emergency.way, emergency.steps_redone) == ([4], Way.TRANSITION, 0)
-    _equal(read_records(job.log.path), read_records(campaign(still).metrics))
+    same_steps(read_records(job.log.path), read_records(campaign(still).metrics), within=1e-4)

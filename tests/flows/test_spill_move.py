@@ -16,12 +16,12 @@ from nereus.flows.post_training import run_steps
 from nereus.flows.recovery import surviving
 from nereus.record.emergencies import Way, read_emergencies
 from nereus.record.metrics import read_records
-from nereus.record.step import StepRecord
 from nereus.record.transitions import read_transitions, told
 from nereus.tasks.job import Job, open_job
 from nereus.tasks.memory_room import held_bytes
 from nereus.tasks.plan_move import plan_move
 from nereus.tasks.prepare import prepare_campaign
+from tests.flows.curves import same_steps
 
 pytestmark = [pytest.mark.usefixtures("server", "ray_pool"), pytest.mark.slow]
 Make = Callable[..., CampaignConfig]
@@ -39,20 +39,11 @@ ONE_UNIT = {
 }
 
 
-def same(ours: list[StepRecord], theirs: list[StepRecord], *, abs_tolerance: float) -> None:
-    for record in ("step", "version", "position", "response_tokens"):
-        assert [getattr(r, record) for r in ours] == [getattr(r, record) for r in theirs]
-    # Another layout sums in another order; everything else is the same.
-    assert [r.stats["loss/actor"] for r in ours] == pytest.approx(
-        [r.stats["loss/actor"] for r in theirs], abs=abs_tolerance
-    )
-
-
 def test_the_only_unit_of_a_model_moves_without_room_for_both_of_its_shards(make_config: Make) -> None:
     ample = make_config(name="ample", cluster=CLUSTER, **ONE_UNIT)
     tight = make_config(name="tight", cluster=TIGHT, **ONE_UNIT)
     moved_with_room = read_records(campaign(ample).metrics)
-    same(read_records(campaign(tight).metrics), moved_with_room, abs_tolerance=0)
+    same_steps(read_records(campaign(tight).metrics), moved_with_room)
     (shadow,) = read_transitions(ample.run_folder)
     (found,) = read_transitions(tight.run_folder)
     assert [operation.kind for operation in shadow.operations] == ["merge"]
@@ -110,7 +101,7 @@ def test_what_bounded_mode_cannot_move_goes_by_way_of_the_host(
     assert {record.outcome for record in found} == {"abort" if aborts else "commit"}
     assert found[0].spilled_bytes > 0
     assert found[0].bounded == []
-    same(read_records(job.log.path), read_records(campaign(still).metrics), abs_tolerance=0)
+    same_steps(read_records(job.log.path), read_records(campaign(still).metrics))
 
 
 def hurried(submit: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +126,7 @@ def test_an_abort_brings_the_shards_back_and_the_job_goes_on_as_it_was(make_conf
     with open_job(prepare_campaign(config), resume=False) as job:
         job.cluster.submit = hurried(job.cluster.submit)  # type: ignore[method-assign]
         run_steps(job)
-    same(read_records(job.log.path), read_records(campaign(still).metrics), abs_tolerance=0)
+    same_steps(read_records(job.log.path), read_records(campaign(still).metrics))
     found = read_transitions(config.run_folder)
     assert {record.outcome for record in found} == {"abort"}
     assert found[0].operations[0].bytes == found[0].spilled_bytes > 0, "the shards had gone to the host"
@@ -158,4 +149,4 @@ def test_a_shard_of_generation_that_did_not_come_back_is_synced_from_training(ma
     (emergency,) = read_emergencies(config.run_folder)
     assert (emergency.way, emergency.steps_redone) == (Way.TRANSITION, 0)
     still = make_config(name="still", cluster=CLUSTER, **parts)
-    same(read_records(job.log.path), read_records(campaign(still).metrics), abs_tolerance=0)
+    same_steps(read_records(job.log.path), read_records(campaign(still).metrics))
